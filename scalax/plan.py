@@ -5,19 +5,19 @@ from scalax._planning.autoshard import AutoShardingResult, GroupChoice, MeshChoi
 from scalax._planning.cost.buffers import Buffer
 from scalax._planning.cost.collective_instances import KINDS
 from scalax._planning.cost.collectives import Collective
-from scalax._planning.cost.device_cost import Work
+from scalax._planning.cost.device_cost import DeviceCost
 from scalax._planning.cost.flops import Flops, count_flops, count_model_flops
-from scalax._planning.cost.host_transfers import HostMoves
+from scalax._planning.cost.host_transfers import HostTransfers
 from scalax._planning.cost.memory import Memory
 from scalax._planning.hardware.specs import HARDWARE, Hardware
-from scalax._planning.hardware.torus import Line, Place
+from scalax._planning.hardware.torus import DevicePosition, TorusSegment
 from scalax._planning.mesh_search import Candidate, SearchResult, search
-from scalax._planning.program.counting import Counted
-from scalax._planning.program.module_scopes import ScopeRuns, ScopeWork
+from scalax._planning.program.counting import Exactness
+from scalax._planning.program.module_scopes import ScopeCost, ScopeRuns
 from scalax._planning.program.provenance import Source
 from scalax._planning.report.make_plan import make_plan
 from scalax._planning.report.plan import Plan
-from scalax._planning.time.roofline import Communication, Phase, Roofline, StepTime
+from scalax._planning.time.roofline import Communication, PhaseTime, Roofline, StepTime
 from scalax._planning.time.schedule import Kernel, Schedule, Span
 from scalax._spmd.pipelines.summary import PipelinedLoop
 
@@ -27,31 +27,31 @@ __all__ = [
     'Candidate',
     'Collective',
     'Communication',
-    'Counted',
+    'DeviceCost',
+    'DevicePosition',
+    'Exactness',
     'Flops',
     'GroupChoice',
     'HARDWARE',
     'Hardware',
-    'HostMoves',
+    'HostTransfers',
     'KINDS',
     'Kernel',
-    'Line',
     'Memory',
     'MeshChoice',
-    'Phase',
+    'PhaseTime',
     'PipelinedLoop',
-    'Place',
     'Plan',
     'ReshardPlan',
     'Roofline',
     'Schedule',
+    'ScopeCost',
     'ScopeRuns',
-    'ScopeWork',
     'SearchResult',
     'Source',
     'Span',
     'StepTime',
-    'Work',
+    'TorusSegment',
     'autoshard',
     'count_flops',
     'count_model_flops',

@@ -15,7 +15,7 @@ from scalax._core.context.active_helper import MeshOwner
 from scalax._core.pytree.paths import NamedTree
 from scalax._jax.events import compilations_of
 from scalax._planning.cost.collective_instances import KINDS
-from scalax._planning.program.counting import Counted
+from scalax._planning.program.counting import Exactness
 from scalax._planning.report.make_plan import make_plan
 from scalax._verification.report import Ablation, Argument, Difference, FirstDifference, VerificationReport
 from scalax._verification.verify import verify
@@ -97,12 +97,12 @@ def assert_collectives(
                 row
                 for row in plan.collectives
                 if row.kind == kinds[name]
-                and row.counted is not Counted.EXACTLY
+                and row.exactness is not Exactness.EXACT
                 and (named is None or set(named) == set(row.axes))
             ]
             if found != count or vague:
                 along = '' if named is None else f' along {", ".join(named)}'
-                known = f' (known: {vague[0].counted.value})' if vague else ''
+                known = f' (known: {vague[0].exactness.value})' if vague else ''
                 wrong.append(f'{kinds[name]}{along}: {found}{known}, expected {count}')
     if wrong:
         rows = (

@@ -76,8 +76,8 @@ class Step:
             self.model, helper, self.rows, self.length, self.microbatches, self.recomputed
         )
         plan: Plan = helper.plan(step, *arguments)
-        work = dataclasses.replace(plan.work, flops=plan.work.flops + self.missing)
-        return dataclasses.replace(plan, work=work)
+        work = dataclasses.replace(plan.device_cost, flops=plan.device_cost.flops + self.missing)
+        return dataclasses.replace(plan, device_cost=work)
 
     def scheduled(self, plan: Plan) -> float | None:
         """Its seconds by the compiler's schedule, with its attention."""

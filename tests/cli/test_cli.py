@@ -441,7 +441,7 @@ def test_axes_need_not_be_whole_axes_of_the_torus(job, capsys):
     assert (done.returncode, done.stderr) == (0, '')
     plan = Plan.load(done.stdout)
     assert plan.mesh == {'data': 2, 'fsdp': 4, 'tp': 8}
-    assert [place.slice for place in plan.places] == [0] * 32 + [1] * 32
+    assert [position.slice for position in plan.device_positions] == [0] * 32 + [1] * 32
 
 
 @tpu_compiler.needed
@@ -531,7 +531,7 @@ def test_plan_on_hosts_of_gpus(job, capsys):
     assert done.stdout.splitlines()[0] == 'step on 8 devices of h100 (fsdp=4, tp=2)'
     on = ('--topology', 'h100:4', '--mesh', 'fsdp=2,tp=4', '--dcn', 'fsdp=2', '--json')
     plan = Plan.load(here(capsys, 'plan', f'{job}:make_step', *on).stdout)
-    assert [place.slice for place in plan.places] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [position.slice for position in plan.device_positions] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 @pytest.mark.medium

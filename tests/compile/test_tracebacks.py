@@ -24,7 +24,7 @@ def files(error):
 
 
 def of_sjit(names):
-    return [name for name in names if '_transforms' in Path(name).parts]
+    return [name for name in names if '_compile' in Path(name).parts]
 
 
 def of_scalax(names):

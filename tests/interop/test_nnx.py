@@ -104,7 +104,7 @@ def test_a_step_is_planned_from_shapes_for_devices_that_are_not_here():
     step = nnx.sjit(node, train_step, in_shardings=(TP, TP, P('fsdp')), donate_argnums=(0, 1))
     model, optimizer = flax_nnx.eval_shape(make, jax.random.key(0))
     plan = node.plan(step, model, optimizer, jax.ShapeDtypeStruct((64, 16), 'float32'), quick=True)
-    assert plan.fits and plan.work.by_part['backward'] > 0
+    assert plan.fits and plan.device_cost.by_phase['backward'] > 0
     with pytest.raises(ArgumentError, match='train_step was called with x=: give each argument by its'):
         node.plan(step, model, optimizer, x=rows())
 

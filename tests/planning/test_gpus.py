@@ -17,13 +17,13 @@ import pytest
 from scalax._core.mesh.gpu_targets import TARGETS
 from scalax._core.render import blocks
 from scalax._planning.cost.collectives import collectives, seconds_of_runs
-from scalax._planning.cost.device_cost import work_of
-from scalax._planning.hardware.torus import Place, Route, networks_of, route_of, torus_of
+from scalax._planning.cost.device_cost import device_cost_of
+from scalax._planning.hardware.torus import DevicePosition, Route, networks_of, route_of, torus_of
 from scalax._planning.program.hlo import parse
 from scalax._planning.report.plan_page import plan_blocks
 from scalax._planning.time.collective_time import collective_seconds
 from scalax._planning.time.nccl import nccl_seconds
-from scalax.plan import HARDWARE, Counted, Plan, Source, autoshard, search
+from scalax.plan import HARDWARE, Exactness, Plan, Source, autoshard, search
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support import executable_reader, gpu_compiler
@@ -38,9 +38,9 @@ def array(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
-def busy(kind, hardware, places, whole=1e9):
+def busy(kind, hardware, positions, whole=1e9):
     """Seconds of a collective, by network."""
-    route = route_of(places, torus_of(places, hardware), 'x')
+    route = route_of(positions, torus_of(positions, hardware), 'x')
     return collective_seconds(kind, whole, route, hardware, 1)
 
 
@@ -70,9 +70,9 @@ def test_both_readers_count_the_same(name):
         count, size = found.get((row.kind, row.axes), (0, 0))
         found[row.kind, row.axes] = count + row.count, size + row.count * row.bytes
     assert found == second.collectives
-    moves = plan.host_moves.to_host, plan.host_moves.from_host
-    assert (plan.work.flops, *moves) == (second.flops, second.to_host, second.from_host)
-    assert 0 < plan.work.bytes <= second.hbm
+    moves = plan.host_transfers.to_host, plan.host_transfers.from_host
+    assert (plan.device_cost.flops, *moves) == (second.flops, second.to_host, second.from_host)
+    assert 0 < plan.device_cost.bytes <= second.hbm
 
 
 @pytest.mark.medium
@@ -100,11 +100,11 @@ ABOUT = {
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_flops_are_those_of_the_function(name):
     plan = recorded_plan(name)
-    assert plan.work.kernels == 0
+    assert plan.device_cost.kernels == 0
     if name in ABOUT:
-        assert plan.work.flops * plan.devices == pytest.approx(ABOUT[name] * plan.flops, rel=1e-4)
+        assert plan.device_cost.flops * plan.devices == pytest.approx(ABOUT[name] * plan.flops, rel=1e-4)
     else:
-        assert plan.work.flops * plan.devices == REPEATED.get(name, 1) * plan.flops
+        assert plan.device_cost.flops * plan.devices == REPEATED.get(name, 1) * plan.flops
 
 
 @pytest.mark.parametrize('name', PROGRAMS)
@@ -139,10 +139,18 @@ def test_the_recordings_are_what_the_compiler_makes(name):
     if recorded(name).versions['jax'] != jax.__version__:
         pytest.skip('each compiler has its own memory')
     made, before = made_plan(name), recorded_plan(name)
-    for field in ('memory', 'flags', 'places', 'device_kind', 'platform', 'host_moves', 'flops'):
+    for field in (
+        'memory',
+        'flags',
+        'device_positions',
+        'device_kind',
+        'platform',
+        'host_transfers',
+        'flops',
+    ):
         assert getattr(made, field) == getattr(before, field), field
     assert made.collectives == before.collectives
-    assert made.work == before.work
+    assert made.device_cost == before.device_cost
     assert made.buffers == before.buffers
 
 
@@ -210,7 +218,7 @@ def test_gpus_whose_kernels_xla_has_no_models_of_are_planned_without_a_schedule(
     plan = helper.plan(step, array(4096, 4096))
     assert (plan.schedule is not None) is modelled
     assert plan.flags == CUBLAS
-    assert plan.work.flops == 4096**3
+    assert plan.device_cost.flops == 4096**3
 
 
 @gpu_compiler.needed
@@ -230,7 +238,9 @@ def test_a_product_of_other_types():
         given = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((512, 256), (256, 1024))]
         step = helper.sjit(jnp.matmul, in_shardings=P(), out_shardings=P())
         plan = helper.plan(step, *given)
-        assert plan.work.flops == plan.flops == (8 if dtype == 'complex64' else 2) * 512 * 256 * 1024, dtype
+        assert (
+            plan.device_cost.flops == plan.flops == (8 if dtype == 'complex64' else 2) * 512 * 256 * 1024
+        ), dtype
 
 
 @pytest.mark.parametrize(('space', 'moved'), [(0, 2), (1, 2), (2, 2), (5, 1)])
@@ -242,7 +252,7 @@ ENTRY %main (x: f32[256]) -> f32[256] {{
   ROOT %r = f32[256]{{0}} negate(%x)
 }}
 """
-    assert work_of(parse(text, one_memory=True)).bytes == moved * 4 * 256
+    assert device_cost_of(parse(text, one_memory=True)).bytes == moved * 4 * 256
 
 
 GRADIENT = """HloModule made, is_scheduled=true
@@ -259,7 +269,7 @@ dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"
 
 def test_the_gradient_of_a_convolution():
     """The places of the window that lie in the image: 3 x 64 - 2 along each side."""
-    assert work_of(parse(GRADIENT)).flops == 2 * 8 * 256 * 128 * (3 * 64 - 2) ** 2
+    assert device_cost_of(parse(GRADIENT)).flops == 2 * 8 * 256 * 128 * (3 * 64 - 2) ** 2
 
 
 def attention(name='Softmax', mask='NO_MASK', window=0, packed=1, queries=6, keys=8):
@@ -295,18 +305,20 @@ backend_config={config}
 )
 def test_attention_of_cudnn(asked, pairs):
     """Two products forward, of scores and values; five backward, of the scores, and of four gradients."""
-    forward = work_of(parse(attention(**asked)))
-    backward = work_of(parse(attention(**{**asked, 'name': f'{asked.get("name", "Softmax")}Backward'})))
+    forward = device_cost_of(parse(attention(**asked)))
+    backward = device_cost_of(
+        parse(attention(**{**asked, 'name': f'{asked.get("name", "Softmax")}Backward'}))
+    )
     each = 2 * 2 * 3 * int(pairs.sum())
     assert (forward.flops, backward.flops) == (each * (16 + 32), each * (3 * 16 + 2 * 32))
-    assert {(work.counted, work.kernels) for work in (forward, backward)} == {(Counted.EXACTLY, 0)}
+    assert {(work.exactness, work.kernels) for work in (forward, backward)} == {(Exactness.EXACT, 0)}
 
 
 @pytest.mark.parametrize('asked', [{'mask': 'PADDING'}, {'mask': 'PADDING_CAUSAL'}, {'packed': 2}])
 def test_attention_to_rows_whose_lengths_are_data_is_at_most_that_of_full_rows(asked):
-    work = work_of(parse(attention(**asked)))
+    work = device_cost_of(parse(attention(**asked)))
     pairs = np.tri(6, 8) if 'CAUSAL' in asked.get('mask', '') else np.ones((6, 8))
-    assert (work.flops, work.counted) == (2 * 2 * 3 * int(pairs.sum()) * (16 + 32), Counted.AT_MOST)
+    assert (work.flops, work.exactness) == (2 * 2 * 3 * int(pairs.sum()) * (16 + 32), Exactness.AT_MOST)
 
 
 # --- Seconds --------------------------------------------------------------------------------------
@@ -334,7 +346,7 @@ def test_networks_of_mesh_axes():
 def bus_bandwidth(kind, hardware, devices=8):
     """As nccl-tests define it: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md."""
     times = 2 if kind == 'all-reduce' else 1
-    return times * 1e9 * (devices - 1) / devices / busy(kind, hardware, [Place(0)] * devices).ici
+    return times * 1e9 * (devices - 1) / devices / busy(kind, hardware, [DevicePosition(0)] * devices).ici
 
 
 @pytest.mark.parametrize('kind', ['all-gather', 'all-reduce'])
@@ -372,7 +384,7 @@ ENTRY %main (x: f32[250]) -> (f32[250], f32[250]) {{
 
 
 INSIDE, BETWEEN = '{0,1},{2,3},{4,5},{6,7}', '{0,4},{1,5},{2,6},{3,7}'
-TWO_HOSTS = {'x': 8}, [Place(i // 4) for i in range(8)]
+TWO_HOSTS = {'x': 8}, [DevicePosition(i // 4) for i in range(8)]
 
 
 def test_a_permute_between_hosts_is_not_a_part_of_one_inside_them():
@@ -393,8 +405,8 @@ def test_a_permute_between_hosts_is_not_a_part_of_one_inside_them():
     ids=['the parts of a ring', 'each device sends twice'],
 )
 def test_permutes_of_slices_are_one_where_each_device_sends_once(inside, between, count):
-    places = [Place(i // 4, (i % 4, 0, 0)) for i in range(8)]
-    rows = collectives(permutes(inside, between), {'x': 8}, places, None, range(8))
+    positions = [DevicePosition(i // 4, (i % 4, 0, 0)) for i in range(8)]
+    rows = collectives(permutes(inside, between), {'x': 8}, positions, None, range(8))
     assert len(rows) == sum(row.count for row in rows) == count
 
 
@@ -443,9 +455,9 @@ def test_switches_that_add():
 
 
 def test_two_devices_gain_nothing_of_switches_that_add():
-    places = [Place(0)] * 2
-    assert busy('all-reduce', H100, places) == busy(
-        'all-reduce', dataclasses.replace(H100, switches_add=False), places
+    positions = [DevicePosition(0)] * 2
+    assert busy('all-reduce', H100, positions) == busy(
+        'all-reduce', dataclasses.replace(H100, switches_add=False), positions
     )
 
 
@@ -453,10 +465,10 @@ def test_two_devices_gain_nothing_of_switches_that_add():
 @pytest.mark.parametrize('domains', [1, 2, 64])
 @pytest.mark.parametrize('devices', [1, 2, 8])
 def test_nccl_expects_no_less_than_the_roofline(kind, domains, devices):
-    places = [Place(i // devices) for i in range(domains * devices)]
-    if len(places) == 1:
+    positions = [DevicePosition(i // devices) for i in range(domains * devices)]
+    if len(positions) == 1:
         return
-    route = route_of(places, torus_of(places, H100), 'x')
+    route = route_of(positions, torus_of(positions, H100), 'x')
     for whole in (2**10, 2**20, 2**26, 2**34):
         least = max(collective_seconds(kind, whole, route, H100, 1))
         expected = nccl_seconds(kind, whole, route, TARGETS['h100'], 5e10, True)
@@ -515,16 +527,16 @@ def test_exchanges_and_permutes_are_no_rings():
 
 def test_measured_bandwidth_of_network_cards_is_below_that_of_the_roofline():
     """46 to 48 GB/s of a card of 400 Gb/s: https://github.com/NVIDIA/nccl-tests/issues/290."""
-    share = 1e9 / 2 / busy('all-gather', H100, [Place(0), Place(1)]).dcn
+    share = 1e9 / 2 / busy('all-gather', H100, [DevicePosition(0), DevicePosition(1)]).dcn
     assert 0.9 < 46e9 / share < 48e9 / share < 1
 
 
 def test_networks_of_hosts():
-    places = [Place(i // 2) for i in range(4)]
+    positions = [DevicePosition(i // 2) for i in range(4)]
     rows = [[0, 1]], [[0, 2]], [[0, 1, 2, 3]]
-    found = [networks_of(np.array(row), places, switched=True) for row in rows]
+    found = [networks_of(np.array(row), positions, switched=True) for row in rows]
     assert found == [('ici',), ('dcn',), ('ici', 'dcn')]
-    assert networks_of(np.array([[0, 2]]), places) == ()
+    assert networks_of(np.array([[0, 2]]), positions) == ()
 
 
 # --- The numbers of GPUs for programs of simulated devices ------------------------------------------
@@ -618,7 +630,7 @@ def test_a_search_with_an_axis_over_hosts():
         dcn_axis='fsdp',
         constraints={'tp': 4},
     )
-    assert {place.slice for place in found.best.places} == {0, 1}
+    assert {position.slice for position in found.best.device_positions} == {0, 1}
 
 
 @pytest.mark.slow

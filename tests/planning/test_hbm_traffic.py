@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalax._planning.cost.device_cost import work_of
+from scalax._planning.cost.device_cost import device_cost_of
 from scalax._planning.program.hlo import parse
 from scalax.plan import HARDWARE
 from scalax.sharding import MeshShardingHelper
@@ -175,7 +175,7 @@ OF_CPUS = {
 @pytest.mark.parametrize('name', OF_CPUS)
 def test_bytes_of_cpu_programs(name):
     function, arguments, donated, moved = OF_CPUS[name]
-    found = planned(GPU, function, arguments, donated).work.bytes
+    found = planned(GPU, function, arguments, donated).device_cost.bytes
     assert moved * 0.999 <= found <= moved * 1.001 + 1024
 
 
@@ -227,7 +227,7 @@ SOME = st.one_of(
 @given(SOME)
 def test_no_program_is_planned_above_its_bytes(case):
     function, arguments, donated, moved, *between = case
-    work = planned(GPU, function, arguments, donated).work
+    work = planned(GPU, function, arguments, donated).device_cost
     assert work.bytes <= moved + sum(between) + 1024  # counters, positions and other numbers
 
 
@@ -241,9 +241,9 @@ def test_recorded_programs_move_no_more_than_their_arrays(name):
     """The second reader takes all operands and results for moved; that is the most that can be."""
     recording = recorded(name)
     most = executable_reader.read(recording.executable, recording.mesh, recording.slices).hbm
-    work = work_of(parse(recording.optimized))
+    work = device_cost_of(parse(recording.optimized))
     assert 0 < work.bytes <= most
-    assert sum(work.bytes_by_part.values()) == work.bytes
+    assert sum(work.bytes_by_phase.values()) == work.bytes
 
 
 # --- As they are read -------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def counted(entry, *computations):
     body = textwrap.indent(textwrap.dedent(entry).strip('\n'), '  ')
     others = [textwrap.dedent(each).strip('\n') for each in computations]
     main = f'ENTRY %main (p: f32[256,256]) -> f32[] {{\n{body}\n}}\n'
-    return work_of(parse('\n\n'.join(['HloModule made, is_scheduled=true', *others, main]))).bytes
+    return device_cost_of(parse('\n\n'.join(['HloModule made, is_scheduled=true', *others, main]))).bytes
 
 
 CASES = {

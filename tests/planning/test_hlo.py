@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from scalax._planning.cost.collectives import collectives
-from scalax._planning.hardware.torus import Place
+from scalax._planning.hardware.torus import DevicePosition
 from scalax._planning.program.call_tree import visits
-from scalax._planning.program.counting import Counted
+from scalax._planning.program.counting import Exactness
 from scalax._planning.program.hlo import Array, Instruction, parse
 from scalax._planning.program.provenance import Source
 from scalax._planning.program.replica_groups import (
@@ -312,7 +312,7 @@ def test_what_another_compiler_runs_counts_too():
     inner = program('ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=[4,2]<=[8], to_apply=%add')
     inner = inner[inner.index('ENTRY') :].replace('ENTRY %main', '%inner')
     [row] = collectives(parse(program(call).replace('ENTRY', f'{inner}\nENTRY')), MESH)
-    assert (row.axes, row.count, row.counted) == (('tp',), 1, Counted.UNKNOWN)
+    assert (row.axes, row.count, row.exactness) == (('tp',), 1, Exactness.APPROXIMATE)
 
 
 # Two slices of two chips of two devices each: (instruction, what carries it)
@@ -331,10 +331,10 @@ NETWORKS = {
 @pytest.mark.parametrize(('operation', 'networks'), NETWORKS.values(), ids=NETWORKS)
 def test_networks(operation, networks):
     module = parse(program(f'ROOT %r = f32[8]{{0}} {operation}'))
-    places = [Place(i // 4, (i // 2 % 2, 0, 0), i % 2) for i in range(8)]
-    assert [row.networks for row in collectives(module, MESH, places)] == [networks]
+    positions = [DevicePosition(i // 4, (i // 2 % 2, 0, 0), i % 2) for i in range(8)]
+    assert [row.networks for row in collectives(module, MESH, positions)] == [networks]
     # Of devices that lie nowhere it is not known.
-    assert [row.networks for row in collectives(module, MESH, [Place(0)] * 8)] == [()]
+    assert [row.networks for row in collectives(module, MESH, [DevicePosition(0)] * 8)] == [()]
 
 
 # (text, the message)
@@ -434,31 +434,31 @@ def loop(test, step='%next = s32[] add(%i, %one)', start='constant(2)', attribut
 
 
 LOOPS = {
-    'to a constant': (loop('compare(%i, %ten), direction=LT'), 8, Counted.EXACTLY),
-    'to what is carried along': (loop('compare(%i, %n), direction=LT'), 5, Counted.EXACTLY),
+    'to a constant': (loop('compare(%i, %ten), direction=LT'), 8, Exactness.EXACT),
+    'to what is carried along': (loop('compare(%i, %n), direction=LT'), 5, Exactness.EXACT),
     'in threes': (
         loop('compare(%i, %ten), direction=LT', '%next = s32[] add(%three, %i)'),
         3,
-        Counted.EXACTLY,
+        Exactness.EXACT,
     ),
-    'never': (loop('compare(%i, %ten), direction=LT', start='constant(12)'), 0, Counted.EXACTLY),
+    'never': (loop('compare(%i, %ten), direction=LT', start='constant(12)'), 0, Exactness.EXACT),
     'written down': (
         loop('compare(%i, %i), direction=NE', attributes=', backend_config={"known_trip_count":{"n":"6"}}'),
         6,
-        Counted.EXACTLY,
+        Exactness.EXACT,
     ),
-    'from an argument': (loop('compare(%i, %ten), direction=LT', start='copy(%m)'), 1, Counted.AT_LEAST),
-    'in another way': (loop('compare(%i, %ten), direction=NE'), 8, Counted.EXACTLY),
+    'from an argument': (loop('compare(%i, %ten), direction=LT', start='copy(%m)'), 1, Exactness.AT_LEAST),
+    'in another way': (loop('compare(%i, %ten), direction=NE'), 8, Exactness.EXACT),
     'by another step': (
         loop('compare(%i, %ten), direction=LT', '%next = s32[] multiply(%i, %three)'),
         2,
-        Counted.EXACTLY,
+        Exactness.EXACT,
     ),
-    'of itself': (loop('compare(%i, %i), direction=EQ'), 1, Counted.AT_LEAST),
+    'of itself': (loop('compare(%i, %i), direction=EQ'), 1, Exactness.AT_LEAST),
     'by an unknown operation': (
         loop('compare(%i, %ten), direction=LT', '%next = s32[] popcnt(%i)'),
         1,
-        Counted.AT_LEAST,
+        Exactness.AT_LEAST,
     ),
 }
 
@@ -467,15 +467,15 @@ LOOPS = {
 @pytest.mark.parametrize(('text', 'count', 'counted'), LOOPS.values(), ids=LOOPS)
 def test_loops(text, count, counted):
     rows = collectives(parse(text), MESH)
-    assert [(row.count, row.counted) for row in rows] == ([(count, counted)] if count else [])
+    assert [(row.count, row.exactness) for row in rows] == ([(count, counted)] if count else [])
 
 
 def test_products_of_counts():
-    exactly, least, most, about = Counted
-    assert exactly.along(exactly) is exactly
-    assert exactly.along(least) is least
-    assert most.along(most) is most
-    assert least.along(most) is about
+    exact, least, most, about = Exactness
+    assert exact.combine(exact) is exact
+    assert exact.combine(least) is least
+    assert most.combine(most) is most
+    assert least.combine(most) is about
 
 
 def test_every_computation_of_a_real_program_is_read():

@@ -52,7 +52,9 @@ def test_what_is_no_plan(text, said):
 def written():
     """A plan with all that one may have, as plain values."""
     values = json.loads(plan_on([4, 2], RULE).to_json())
-    values['places'] = [{'slice': 0, 'coords': [i % 2, i // 2 % 2, i // 4], 'core': 0} for i in range(8)]
+    values['device_positions'] = [
+        {'slice': 0, 'coords': [i % 2, i // 2 % 2, i // 4], 'core': 0} for i in range(8)
+    ]
     values |= {'device_kind': 'TPU v5', 'platform': 'tpu', 'model_flops': 10**9}
     values['collectives'][0] |= {'networks': ['ici'], 'part': [0, 1]}
     source = {'annotation': 'a', 'file': 'f.py', 'line': 3, 'function': 'g', 'operand': ''}
@@ -64,7 +66,7 @@ def written():
     ('changes', 'message'),
     [
         ({'memory': {}}, "it has no 'arguments'"),
-        ({'flops_counted': 'badly'}, "'badly' is not a valid Counted"),
+        ({'flops_exactness': 'badly'}, "'badly' is not a valid Exactness"),
         ({'collectives': [3]}, "'int' object is not"),
         ({'collectives': 'ab'}, "'ab' is not of type list"),
         ({'flops': '3'}, "'3' is not of type int"),
@@ -72,7 +74,7 @@ def written():
 )
 def test_what_is_not_a_whole_plan(changes, message):
     values = written()
-    assert Plan.load(json.dumps(values)).places
+    assert Plan.load(json.dumps(values)).device_positions
     with pytest.raises(DataError) as wrong:
         Plan.load(json.dumps({**values, **changes}))
     assert str(wrong.value).startswith(f'the text is not a whole plan: {message}')

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from scalax._planning.cost.collective_instances import runs
-from scalax._planning.cost.device_cost import Work, flops_of, work_of
+from scalax._planning.cost.device_cost import DeviceCost, device_cost_of, flops_of
 from scalax._planning.cost.flops import count_flops, rounds_of_while
 from scalax._planning.program.call_tree import visits
 from scalax._planning.program.hlo import parse
-from scalax.plan import Counted, Flops, ScopeWork
+from scalax.plan import Exactness, Flops, ScopeCost
 from tests.support.leaves import leaf
 
-EXACTLY, AT_LEAST, AT_MOST, ABOUT = Counted
+EXACT, AT_LEAST, AT_MOST, ABOUT = Exactness
 X = leaf(4, 4)
 TABLE = np.arange(1, 101)
 ONE = 2 * 4**3  # operations of the product of a round
@@ -52,71 +52,71 @@ def beside_a_key(key, number):
 
 # name -> (function, rounds, how well known)
 LOOPS = {
-    'less': (while_(lambda i: i < 9, lambda i: i + 2, 1), 4, EXACTLY),
-    'less or equal': (while_(lambda i: i <= 7, lambda i: i + 2, 1), 4, EXACTLY),
-    'down to': (while_(lambda i: i >= 0, lambda i: i - 1, 6), 7, EXACTLY),
-    'down': (while_(lambda i: i > 0, lambda i: i - 3, 7), 3, EXACTLY),
-    'down, unsigned': (while_(lambda i: i > 0, lambda i: i - 1, 5, jnp.uint32), 5, EXACTLY),
-    'unlike': (while_(lambda i: i != 12, lambda i: i + 3, 0), 4, EXACTLY),
-    'unlike, passed by': (while_(lambda i: i != 10, lambda i: i + 3, 0, jnp.int8), 174, EXACTLY),
-    'up to the end of its type': (while_(lambda i: i < 127, lambda i: i + 2, 1, jnp.int8), 63, EXACTLY),
-    'like': (while_(lambda i: i == 3, lambda i: i + 1, 3), 1, EXACTLY),
-    'the other way around': (while_(lambda i: jax.lax.gt(9, i), lambda i: 2 + i, 1), 4, EXACTLY),
-    'never': (while_(lambda i: i < 3, lambda i: i + 1, 3), 0, EXACTLY),
-    'doubled': (while_(lambda i: i < 100, lambda i: i * 2, 1), 7, EXACTLY),
-    'halved': (while_(lambda i: i > 0, lambda i: jax.lax.div(i, 2), 100), 7, EXACTLY),
-    'halved by an operator': (while_(lambda i: i > 0, lambda i: i // 2, 100), 7, EXACTLY),
-    'halved by an operator, unsigned': (while_(lambda i: i > 0, lambda i: i // 2, 9, jnp.uint32), 4, EXACTLY),
-    'halved below zero': (while_(lambda i: i != -1, lambda i: i // 2, -100), 7, EXACTLY),
-    'divided towards zero': (while_(lambda i: i < 0, lambda i: jax.lax.div(i, 2), -100), 7, EXACTLY),
-    'a remainder below zero': (while_(lambda i: jax.lax.rem(i, 5) != -3, lambda i: i - 1, 0), 3, EXACTLY),
-    'a remainder by an operator': (while_(lambda i: i % 5 != 2, lambda i: i - 1, 0), 3, EXACTLY),
+    'less': (while_(lambda i: i < 9, lambda i: i + 2, 1), 4, EXACT),
+    'less or equal': (while_(lambda i: i <= 7, lambda i: i + 2, 1), 4, EXACT),
+    'down to': (while_(lambda i: i >= 0, lambda i: i - 1, 6), 7, EXACT),
+    'down': (while_(lambda i: i > 0, lambda i: i - 3, 7), 3, EXACT),
+    'down, unsigned': (while_(lambda i: i > 0, lambda i: i - 1, 5, jnp.uint32), 5, EXACT),
+    'unlike': (while_(lambda i: i != 12, lambda i: i + 3, 0), 4, EXACT),
+    'unlike, passed by': (while_(lambda i: i != 10, lambda i: i + 3, 0, jnp.int8), 174, EXACT),
+    'up to the end of its type': (while_(lambda i: i < 127, lambda i: i + 2, 1, jnp.int8), 63, EXACT),
+    'like': (while_(lambda i: i == 3, lambda i: i + 1, 3), 1, EXACT),
+    'the other way around': (while_(lambda i: jax.lax.gt(9, i), lambda i: 2 + i, 1), 4, EXACT),
+    'never': (while_(lambda i: i < 3, lambda i: i + 1, 3), 0, EXACT),
+    'doubled': (while_(lambda i: i < 100, lambda i: i * 2, 1), 7, EXACT),
+    'halved': (while_(lambda i: i > 0, lambda i: jax.lax.div(i, 2), 100), 7, EXACT),
+    'halved by an operator': (while_(lambda i: i > 0, lambda i: i // 2, 100), 7, EXACT),
+    'halved by an operator, unsigned': (while_(lambda i: i > 0, lambda i: i // 2, 9, jnp.uint32), 4, EXACT),
+    'halved below zero': (while_(lambda i: i != -1, lambda i: i // 2, -100), 7, EXACT),
+    'divided towards zero': (while_(lambda i: i < 0, lambda i: jax.lax.div(i, 2), -100), 7, EXACT),
+    'a remainder below zero': (while_(lambda i: jax.lax.rem(i, 5) != -3, lambda i: i - 1, 0), 3, EXACT),
+    'a remainder by an operator': (while_(lambda i: i % 5 != 2, lambda i: i - 1, 0), 3, EXACT),
     'the least number by minus one': (
         while_(lambda i: jax.lax.div(i, jnp.int8(-1)) < 0, lambda i: i + 1, -128, jnp.int8),
         1,
-        EXACTLY,
+        EXACT,
     ),
     'by zero': (while_(lambda i: jax.lax.div(9, i) < 9, lambda i: i + 1, 0), 1, AT_MOST),
-    'a line': (while_(lambda i: 3 * i + 1 < 20, lambda i: i + 1, 0), 7, EXACTLY),
-    'not': (while_(lambda i: ~(i >= 5), lambda i: i + 1, 0), 5, EXACTLY),
-    'either': (while_(lambda i: (i < 3) | (i < 6), lambda i: i + 1, 0), 6, EXACTLY),
-    'both': (while_(lambda i: (i < 9) & (i < 6), lambda i: i + 1, 0), 6, EXACTLY),
-    'inside of an array': (while_(lambda i: (i >= 0) & (i < 9), lambda i: i + 1, 0), 9, EXACTLY),
+    'a line': (while_(lambda i: 3 * i + 1 < 20, lambda i: i + 1, 0), 7, EXACT),
+    'not': (while_(lambda i: ~(i >= 5), lambda i: i + 1, 0), 5, EXACT),
+    'either': (while_(lambda i: (i < 3) | (i < 6), lambda i: i + 1, 0), 6, EXACT),
+    'both': (while_(lambda i: (i < 9) & (i < 6), lambda i: i + 1, 0), 6, EXACT),
+    'inside of an array': (while_(lambda i: (i >= 0) & (i < 9), lambda i: i + 1, 0), 9, EXACT),
     'a bound of the state': (
         loop(lambda x, i, n: i < n, lambda i, n: (i + 1, n), 0, 5),
         5,
-        EXACTLY,
+        EXACT,
     ),
     'a step of the state': (
         loop(lambda x, i, n: i < 10, lambda i, n: (i + n, n), 0, 3),
         4,
-        EXACTLY,
+        EXACT,
     ),
     'two that meet': (
         loop(lambda x, i, j: i < j, lambda i, j: (i + 1, j - 2), 0, 12),
         4,
-        EXACTLY,
+        EXACT,
     ),
     'a step that grows': (  # 0, 1, 3, 6, 10
         loop(lambda x, i, n: i < 10, lambda i, n: (i + n, n + 1), 0, 1),
         4,
-        EXACTLY,
+        EXACT,
     ),
     'two that change places': (
         loop(lambda x, i, j: i < 6, lambda i, j: (j, i + 3), 0, 1),  # 0, 1, 3, 4, 6
         4,
-        EXACTLY,
+        EXACT,
     ),
-    'a choice': (while_(lambda i: i < 10, lambda i: jax.lax.select(i < 4, i + 1, i + 3), 0), 6, EXACTLY),
+    'a choice': (while_(lambda i: i < 10, lambda i: jax.lax.select(i < 4, i + 1, i + 3), 0), 6, EXACT),
     'from a constant that is computed': (
         lambda x: while_(lambda i: i < 9, lambda i: i + 1, jax.lax.mul(jnp.int32(2), 1) - 2)(x),
         9,
-        EXACTLY,
+        EXACT,
     ),
     'from a call that takes a key': (
         lambda x: while_(lambda i: i < 9, lambda i: i + 1, beside_a_key(jax.random.key(0), 1)[1])(x),
         6,
-        EXACTLY,
+        EXACT,
     ),
     'or until something happens': (
         loop(lambda x, i: (i < 6) & small(x), lambda i: (i + 1,), 0),
@@ -133,7 +133,7 @@ LOOPS = {
         6,
         AT_MOST,
     ),
-    'and something, but never': (loop(lambda x, i: small(x) & (i < 0), lambda i: (i + 1,), 0), 0, EXACTLY),
+    'and something, but never': (loop(lambda x, i: small(x) & (i < 0), lambda i: (i + 1,), 0), 0, EXACT),
     'as long as something happens': (
         loop(lambda x, i: (i < 6) | small(x), lambda i: (i + 1,), 0),
         1,
@@ -159,8 +159,8 @@ def test_rounds(fun, rounds, known):
     expected = Flops(rounds * ONE, known)
     began = time.process_time()
     assert count_flops(traced.jaxpr) == expected
-    program = work_of(parse(traced.lower().compiler_ir(dialect='hlo').as_hlo_text()))
-    assert (program.flops, program.counted) == (expected.count, expected.counted)
+    program = device_cost_of(parse(traced.lower().compiler_ir(dialect='hlo').as_hlo_text()))
+    assert (program.flops, program.exactness) == (expected.count, expected.exactness)
     assert time.process_time() - began < 30  # not for ever; a busy machine takes longer
 
 
@@ -180,15 +180,15 @@ def as_optimized(text):
 def test_rounds_in_the_notation_of_optimized_programs(fun, rounds, known):
     text = as_optimized(jax.jit(fun).lower(X).compiler_ir(dialect='hlo').as_hlo_text())
     assert not re.search(r'^  (?!ROOT ).* get-tuple-element\(', text, re.MULTILINE)
-    program = work_of(parse(text))
-    assert (program.flops, program.counted) == (rounds * ONE, known)
+    program = device_cost_of(parse(text))
+    assert (program.flops, program.exactness) == (rounds * ONE, known)
 
 
 def test_a_loop_of_an_equation_alone():
     """Where nothing is known around it, literals are."""
     traced = jax.jit(while_(lambda i: i <= 7, lambda i: i + 2, 1)).trace(X)
     [equation] = [equation for equation in traced.jaxpr.eqns if equation.primitive.name == 'while']
-    assert rounds_of_while(equation) == (4, EXACTLY)
+    assert rounds_of_while(equation) == (4, EXACT)
 
 
 @pytest.mark.medium
@@ -199,8 +199,8 @@ def test_many_rounds(start):
     assert count_flops(traced.jaxpr) == Flops(ONE, AT_LEAST)
     text = traced.lower().compiler_ir(dialect='hlo').as_hlo_text()
     for notation in (text, as_optimized(text)):
-        program = work_of(parse(notation))
-        assert (program.flops, program.counted) == ((10**9 - start + 3) // 4 * ONE, EXACTLY)
+        program = device_cost_of(parse(notation))
+        assert (program.flops, program.exactness) == ((10**9 - start + 3) // 4 * ONE, EXACT)
 
 
 def test_many_operations_between_state_and_test():
@@ -252,7 +252,7 @@ def one_of(*functions):
 # name -> (function, products, how well known)
 BRANCHES = {
     'different ones': (switch(1, 4, 2), 4, AT_MOST),
-    'equal ones': (switch(3, 3), 3, EXACTLY),
+    'equal ones': (switch(3, 3), 3, EXACT),
     'in a loop': (in_scan(switch(1, 2)), 10, AT_MOST),
     'in a branch': (one_of(switch(1, 2), products(1), switch(3, 3)), 3, AT_MOST),
     'a loop in a branch': (one_of(products(4), in_scan(products(1), 6)), 6, AT_MOST),
@@ -270,13 +270,13 @@ def test_the_largest_branch_counts(fun, count, known):
     traced = jax.jit(fun).trace(X)
     assert count_flops(traced.jaxpr) == Flops(count * ONE, known)
     # A product of a matrix of 4 x 4 with itself, in float32, reads it and writes one.
-    work = work_of(parse(traced.lower().compiler_ir(dialect='hlo').as_hlo_text()))
-    assert dataclasses.replace(work, by_scope=()) == Work(
+    work = device_cost_of(parse(traced.lower().compiler_ir(dialect='hlo').as_hlo_text()))
+    assert dataclasses.replace(work, by_scope=()) == DeviceCost(
         count * ONE,
         count * 2 * 64,
         known,
-        by_part={'other': count * ONE},
-        bytes_by_part={'other': count * 2 * 64},
+        by_phase={'other': count * ONE},
+        bytes_by_phase={'other': count * 2 * 64},
     )
 
 
@@ -292,9 +292,11 @@ def test_each_measure_has_its_largest_branch():
     x = leaf(64, 64)
     text = jax.jit(one_of(large, thin)).lower(x).compiler_ir(dialect='hlo').as_hlo_text()
     # 64 x 1 by 1 x 64, three times: 3 x (64 + 64 + 4096) numbers; the large one 2 x 4096.
-    work = dataclasses.replace(work_of(parse(text)), by_scope=())
+    work = dataclasses.replace(device_cost_of(parse(text)), by_scope=())
     moved = 3 * 4 * (64 + 64 + 4096)
-    assert work == Work(2 * 64**3, moved, AT_MOST, {'other': 2 * 64**3}, bytes_by_part={'other': moved})
+    assert work == DeviceCost(
+        2 * 64**3, moved, AT_MOST, {'other': 2 * 64**3}, bytes_by_phase={'other': moved}
+    )
 
 
 def test_without_a_measure_all_branches_come():
@@ -303,7 +305,7 @@ def test_without_a_measure_all_branches_come():
 
     def counted(*measure):
         return [
-            (visit.count, visit.counted)
+            (visit.count, visit.exactness)
             for visit in visits(module, *measure)
             for instruction in visit.computation.instructions.values()
             if instruction.opcode == 'dot'
@@ -357,19 +359,19 @@ def test_products_of_an_optimized_program():
     }
     # A fusion has the name of something else that is in it.
     parts = {'forward': two, 'backward': heads}
-    scopes = (ScopeWork('', 'backward', heads, 0), ScopeWork('', 'forward', two, 0))
-    work = work_of(parse(OPTIMIZED))
+    scopes = (ScopeCost('', 'backward', heads, 0), ScopeCost('', 'forward', two, 0))
+    work = device_cost_of(parse(OPTIMIZED))
     assert tuple(dataclasses.replace(row, bytes=0) for row in work.by_scope) == scopes
     whole = dataclasses.replace(work, by_scope=())
     total = sum(moved.values())
-    assert whole == Work(two + heads, total, EXACTLY, parts, kernels=1, bytes_by_part=moved)
+    assert whole == DeviceCost(two + heads, total, EXACT, parts, kernels=1, bytes_by_phase=moved)
 
 
 @pytest.mark.parametrize('target', ['__cublas$lt$groupedMatmul', '__cudnn$norm', '__gpu$xla.gpu.triton'])
 def test_what_a_library_runs_is_a_kernel(target):
     program = OPTIMIZED.replace('tpu_custom_call', target)
-    assert work_of(parse(program)) == work_of(parse(OPTIMIZED))
-    assert work_of(parse(OPTIMIZED.replace('tpu_custom_call', 'Sharding'))).kernels == 0
+    assert device_cost_of(parse(program)) == device_cost_of(parse(OPTIMIZED))
+    assert device_cost_of(parse(OPTIMIZED.replace('tpu_custom_call', 'Sharding'))).kernels == 0
 
 
 def test_a_call_of_the_compiler_has_whole_names_inside():

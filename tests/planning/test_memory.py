@@ -9,11 +9,11 @@ import textwrap
 import pytest
 
 from scalax._planning.cost.buffers import largest_buffers
-from scalax._planning.cost.host_transfers import host_moves
+from scalax._planning.cost.host_transfers import host_transfers
 from scalax._planning.cost.memory import MemoryTables, assigned_memory, read_layout
 from scalax._planning.program.hlo import parse
 from scalax.errors import PlanError
-from scalax.plan import HARDWARE, Counted, HostMoves, Memory, Roofline
+from scalax.plan import HARDWARE, Exactness, HostTransfers, Memory, Roofline
 
 KIB = 2**10
 REPORT = """
@@ -225,7 +225,7 @@ def moves(entry, *computations):
     body = textwrap.indent(textwrap.dedent(entry).strip('\n'), '  ')
     others = [textwrap.dedent(computation).strip('\n') for computation in computations]
     main = f'ENTRY %main (p: f32[1024]) -> f32[] {{\n{body}\n}}\n'
-    return host_moves(parse('\n\n'.join(['HloModule made, num_partitions=8', *others, main])))
+    return host_transfers(parse('\n\n'.join(['HloModule made, num_partitions=8', *others, main])))
 
 
 def test_copies_to_and_from_the_host():
@@ -241,7 +241,7 @@ def test_copies_to_and_from_the_host():
         """
     )
     # 32 KiB are read and 16 KiB written; what stays on one side does not count.
-    assert found == HostMoves(to_host=16 * KIB, from_host=32 * KIB)
+    assert found == HostTransfers(to_host=16 * KIB, from_host=32 * KIB)
 
 
 def test_what_moves_in_an_unknown_way_is_at_least_so_much():
@@ -252,7 +252,7 @@ def test_what_moves_in_an_unknown_way_is_at_least_so_much():
         ROOT %back = {HOST} reverse(%here), dimensions={{0}}
         """
     )
-    assert found == HostMoves(from_host=32 * KIB, counted=Counted.AT_LEAST)
+    assert found == HostTransfers(from_host=32 * KIB, exactness=Exactness.AT_LEAST)
 
 
 def test_slices_in_loops_count_each_round():
@@ -294,7 +294,7 @@ def test_slices_in_loops_count_each_round():
         }}
         """,
     )
-    assert found == HostMoves(to_host=7 * 4 * KIB, from_host=7 * 8 * KIB, counted=Counted.EXACTLY)
+    assert found == HostTransfers(to_host=7 * 4 * KIB, from_host=7 * 8 * KIB, exactness=Exactness.EXACT)
 
 
 def test_the_link_to_the_host_bounds():

@@ -11,7 +11,7 @@ from selenium.webdriver.common.by import By
 
 from scalax._core.render import blocks
 from scalax._planning.report.plan_page import plan_blocks
-from scalax.plan import HARDWARE, Buffer, HostMoves, Place, Plan, ScopeRuns, ScopeWork, Source
+from scalax.plan import HARDWARE, Buffer, DevicePosition, HostTransfers, Plan, ScopeCost, ScopeRuns, Source
 from scalax.sharding import CollectiveRow, MeshShardingHelper, PropagationReport, RedundantWork
 from scalax.sharding import PartitionSpec as P
 
@@ -39,9 +39,9 @@ def plan():
         limit=HARDWARE['v5e'].hbm_bytes,
         estimated=False,
     )
-    places = tuple(Place(0, (i % 2, i // 2)) for i in range(8))
+    positions = tuple(DevicePosition(0, (i % 2, i // 2)) for i in range(8))
     return dataclasses.replace(
-        made, memory=memory, places=places, platform='tpu', device_kind='TPU v5 lite', quick=True
+        made, memory=memory, device_positions=positions, platform='tpu', device_kind='TPU v5 lite', quick=True
     )
 
 
@@ -57,7 +57,7 @@ def too_large():
 def simulated():
     return dataclasses.replace(
         plan(),
-        places=(),
+        device_positions=(),
         platform='cpu',
         device_kind='cpu',
         quick=False,
@@ -78,7 +78,9 @@ def hostile():
         )
         for row in made.collectives
     )
-    work = dataclasses.replace(made.work, by_scope=(ScopeWork(HOSTILE, 'forward', made.work.flops, 5),))
+    work = dataclasses.replace(
+        made.device_cost, by_scope=(ScopeCost(HOSTILE, 'forward', made.device_cost.flops, 5),)
+    )
     words = HOSTILE, HOSTILE, HOSTILE, HOSTILE
     propagation = PropagationReport(
         HOSTILE,
@@ -95,7 +97,7 @@ def hostile():
         name=HOSTILE,
         mesh={HOSTILE: made.devices},
         collectives=rows,
-        work=work,
+        device_cost=work,
         refusal=HOSTILE,
         buffers=(Buffer(GIB, HOSTILE, source),),
         propagation=propagation,
@@ -184,8 +186,8 @@ def test_parts_of_a_step():
 
     fun = HELPER.sjit(step, in_shardings=(P('fsdp', 'tp'), P('fsdp')))
     made = HELPER.plan(fun, *[jax.ShapeDtypeStruct((1024, 1024), 'bfloat16')] * 2)
-    places = tuple(Place(0, (i % 2, i // 2)) for i in range(8))
-    made = dataclasses.replace(made, places=places, device_kind='TPU v5 lite')
+    positions = tuple(DevicePosition(0, (i % 2, i // 2)) for i in range(8))
+    made = dataclasses.replace(made, device_positions=positions, device_kind='TPU v5 lite')
     roofline, root = made.roofline(), blocks_of(made)
     [table] = [
         section.find('.//table')
@@ -198,7 +200,7 @@ def test_parts_of_a_step():
     sums = [sum(float(row[column].get('data-key') or 0) for row in rows) for column in range(1, 7)]
     moved = sum(row.count * row.bytes for row in made.collectives)
     network = sum(seconds for _, seconds in roofline.collectives)
-    work = made.work
+    work = made.device_cost
     assert sums == pytest.approx([work.flops, work.bytes, moved, roofline.compute, roofline.hbm, network])
 
 
@@ -242,7 +244,9 @@ def test_a_page_leaves_out_nothing_that_text_says():
     [row, *_] = plan().collectives
     rows = (row, dataclasses.replace(row, cause='compiler'))
     memory = dataclasses.replace(plan().memory, host=GIB)
-    made = dataclasses.replace(plan(), memory=memory, host_moves=HostMoves(2 * GIB, 0), collectives=rows)
+    made = dataclasses.replace(
+        plan(), memory=memory, host_transfers=HostTransfers(2 * GIB, 0), collectives=rows
+    )
     said = words(made)
     on_host = said.index('on the host')
     moved = '2.0 GiB are written there and 0 B read in one call'
@@ -255,15 +259,17 @@ def test_a_page_leaves_out_nothing_that_text_says():
 
 def test_without_numbers_of_the_hardware():
     # What is not known of a link to hosts is named, in text and on the page.
-    made = dataclasses.replace(plan(), device_kind='TPU7x', host_moves=HostMoves(2**23, 2**24))
+    made = dataclasses.replace(plan(), device_kind='TPU7x', host_transfers=HostTransfers(2**23, 2**24))
     said = "numbers that the hardware 'tpu7x' does not have: host_bytes_per_second."
     assert said in ' '.join(str(made).split()) and said in ' '.join(words(made))
     assert said not in ' '.join(words(plan()))
 
 
 def test_large_slices_are_short_to_write():
-    places = tuple(Place(0, (x, y, z)) for z in range(16) for y in range(16) for x in range(16))
-    pod = dataclasses.replace(plan(), mesh={'fsdp': 256, 'tp': 16}, places=places, collectives=())
+    positions = tuple(DevicePosition(0, (x, y, z)) for z in range(16) for y in range(16) for x in range(16))
+    pod = dataclasses.replace(
+        plan(), mesh={'fsdp': 256, 'tp': 16}, device_positions=positions, collectives=()
+    )
     assert len(html_of(pod)) < 700_000
 
 

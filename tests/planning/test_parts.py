@@ -6,11 +6,11 @@ import pytest
 
 from examples import plan_llama
 from scalax._planning.cost.collectives import collectives
-from scalax._planning.cost.device_cost import work_of
+from scalax._planning.cost.device_cost import device_cost_of
 from scalax._planning.cost.flops import count_flops, count_model_flops
-from scalax._planning.program.counting import part_of
+from scalax._planning.program.counting import phase_of
 from scalax._planning.program.hlo import parse
-from scalax.plan import Counted, Flops, Plan
+from scalax.plan import Exactness, Flops, Plan
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support.leaves import leaf
@@ -33,7 +33,7 @@ NAMES = {
 
 @pytest.mark.parametrize(('name', 'part'), NAMES.items())
 def test_names(name, part):
-    assert part_of(name) == part
+    assert phase_of(name) == part
 
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
@@ -124,8 +124,8 @@ STEPS = {
 def test_parts_of_a_step(fun, products, needed):
     traced = jax.jit(fun).trace(leaf(4, 4), leaf(4, 4))
     found = count_flops(traced.jaxpr)
-    assert {part: count / ONE for part, count in found.by_part.items()} == products
-    assert found.count == sum(found.by_part.values())
+    assert {part: count / ONE for part, count in found.by_phase.items()} == products
+    assert found.count == sum(found.by_phase.values())
     assert count_model_flops(traced.jaxpr) == needed * ONE
 
 
@@ -133,7 +133,7 @@ def test_parts_of_a_step(fun, products, needed):
 @pytest.mark.parametrize('name', ['a gradient', 'in parts', 'a teacher'])
 def test_compiled_programs_have_the_same_parts(name):
     fun, products, _ = STEPS[name]
-    found = work_of(parse(jax.jit(fun).lower(leaf(4, 4), leaf(4, 4)).compile().as_text())).by_part
+    found = device_cost_of(parse(jax.jit(fun).lower(leaf(4, 4), leaf(4, 4)).compile().as_text())).by_phase
     assert {part: count / ONE for part, count in found.items()} == products
 
 
@@ -155,9 +155,9 @@ def test_what_a_model_needs_may_be_unknown(fun, needed):
 
 
 def test_scopes():
-    flops = Flops(6, by_part={'other': 1, 'forward': 2, 'recomputed': 3})
-    assert flops.within('backward').by_part == {'backward': 3, 'recomputed': 3}
-    assert (flops + flops).by_part == flops.times(2).by_part == {'other': 2, 'forward': 4, 'recomputed': 6}
+    flops = Flops(6, by_phase={'other': 1, 'forward': 2, 'recomputed': 3})
+    assert flops.within('backward').by_phase == {'backward': 3, 'recomputed': 3}
+    assert (flops + flops).by_phase == flops.times(2).by_phase == {'other': 2, 'forward': 4, 'recomputed': 6}
 
 
 def test_plans_have_them():
@@ -165,7 +165,7 @@ def test_plans_have_them():
     plan = HELPER.plan(step, leaf(64, 64), leaf(64, 64))
     assert plan.model_flops == 5 * 2 * 64**3
     assert plan.with_model_flops(7).model_flops == 7
-    assert plan.work.by_part['recomputed'] > 0
+    assert plan.device_cost.by_phase['recomputed'] > 0
     assert Plan.load(plan.to_json()) == plan
     assert plan.roofline('v5p', torus={'fsdp': 4, 'tp': 2}).mfu > 0
 
@@ -180,7 +180,7 @@ def test_the_model_of_the_llama_steps(case):
     jaxpr = step.trace(*arguments).jaxpr
     by_hand = plan_llama.model_flops(case.model, arguments[0].params, 8)
     masked = 8 * plan_llama.SEQUENCE * 6 * case.model.layers * plan_llama.SEQUENCE * case.model.width
-    found = count_flops(jaxpr).by_part
+    found = count_flops(jaxpr).by_phase
     assert count_model_flops(jaxpr) == found['forward'] + found['backward']
     assert count_model_flops(jaxpr) == pytest.approx(by_hand + masked, rel=0.01)
     assert found['backward'] == 2 * found['forward']
@@ -234,4 +234,4 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 }
 """
     [row] = collectives(parse(text), {'x': 2})
-    assert (row.phase, row.counted) == ('forward', Counted.AT_LEAST)
+    assert (row.phase, row.exactness) == ('forward', Exactness.AT_LEAST)

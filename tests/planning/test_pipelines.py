@@ -11,7 +11,7 @@ import pytest
 import scalax
 from scalax._core.render import blocks
 from scalax._planning.report.plan_page import plan_blocks
-from scalax.plan import HARDWARE, PipelinedLoop, Place, Plan
+from scalax.plan import HARDWARE, DevicePosition, PipelinedLoop, Plan
 from scalax.sharding import MeshShardingHelper, Pipeline
 from scalax.sharding import PartitionSpec as P
 
@@ -84,7 +84,7 @@ def test_idle_computing_is_not_the_models():
     idle = plan().idle_flops
     assert idle == 3 * LAYERS * PRODUCT * (STAGES - 1) // MICROBATCHES
     # The devices do compute it.
-    assert plan().work.flops * plan().devices == plan().flops + idle
+    assert plan().device_cost.flops * plan().devices == plan().flops + idle
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_seconds():
         plan(),
         device_kind=HARDWARE['v5e'].device_kinds[0],
         platform='tpu',
-        places=tuple(Place(0, (i // 4, i % 4)) for i in range(8)),
+        device_positions=tuple(DevicePosition(0, (i // 4, i % 4)) for i in range(8)),
     )
     assert of_v5e.known_roofline.peak == timed.peak
     row = next(line for line in of_v5e.to_text(140).splitlines() if ' backward ' in line and '20.0%' in line)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 from scalax._planning.compiler import compilation
 from scalax.errors import ArgumentError, MeshError, PlanError
-from scalax.plan import Buffer, Counted, HostMoves, Memory, Plan, Source
+from scalax.plan import Buffer, Exactness, HostTransfers, Memory, Plan, Source
 from scalax.sharding import (
     MeshShardingHelper,
     with_sharding_annotation,
@@ -30,7 +30,7 @@ def test_programs(program):
     helper, fun, arguments, expected = program()
     plan = helper.plan(fun, *arguments)
     assert rows(plan) == expected
-    assert all(row.counted is Counted.EXACTLY for row in plan.collectives)
+    assert all(row.exactness is Exactness.EXACT for row in plan.collectives)
 
 
 # --- Loops and branches ---------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def gathers(fun, *arguments):
     found = {}
     for row in plan.collectives:
         if row.axes == ('fsdp',):
-            found[row.counted] = found.get(row.counted, 0) + row.count
+            found[row.exactness] = found.get(row.exactness, 0) + row.count
     return found
 
 
@@ -57,14 +57,14 @@ def gathers(fun, *arguments):
 )
 def test_trip_counts(start, stop, trips):
     found = gathers(lambda x: jax.lax.fori_loop(start, stop, lambda i, x: halved(x), x), leaf(64, 64))
-    assert found == ({Counted.EXACTLY: trips} if trips else {})
+    assert found == ({Exactness.EXACT: trips} if trips else {})
 
 
 def test_a_step_of_two():
     def loop(x):
         return jax.lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 2, halved(c[1])), (0, x))[1]
 
-    assert gathers(loop, leaf(64, 64)) == {Counted.EXACTLY: 5}
+    assert gathers(loop, leaf(64, 64)) == {Exactness.EXACT: 5}
 
 
 def test_a_loop_whose_length_depends_on_data_is_a_lower_bound():
@@ -72,7 +72,7 @@ def test_a_loop_whose_length_depends_on_data_is_a_lower_bound():
         return jax.lax.while_loop(lambda x: x[0, 0] < 9, halved, x)
 
     plan = HELPER.plan(HELPER.sjit(loop, in_shardings=P('fsdp', 'tp')), leaf(64, 64))
-    assert {row.counted for row in plan.collectives if row.bytes > 64} == {Counted.AT_LEAST}
+    assert {row.exactness for row in plan.collectives if row.bytes > 64} == {Exactness.AT_LEAST}
     assert '>=1' in str(plan)
 
 
@@ -81,7 +81,7 @@ def test_a_branch_is_an_upper_bound():
         return jax.lax.cond(x[0, 0] > 0, halved, lambda x: x, x)
 
     plan = HELPER.plan(HELPER.sjit(branch, in_shardings=P('fsdp', 'tp')), leaf(64, 64))
-    assert {row.counted for row in plan.collectives if row.bytes > 64} == {Counted.AT_MOST}
+    assert {row.exactness for row in plan.collectives if row.bytes > 64} == {Exactness.AT_MOST}
 
 
 # --- Sources --------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_text():
     row = 'all-reduce  fsdp      1  8.0 KiB  8.0 KiB  backward  collective_programs.py:'
     assert lines[first + 3].startswith(row)
     assert all(len(line) <= 90 for line in lines)
-    parts = next(i for i, line in enumerate(lines) if line.split()[:2] == ['part', 'FLOPs'])
+    parts = next(i for i, line in enumerate(lines) if line.split()[:2] == ['phase', 'FLOPs'])
     assert lines[parts + 2].split()[0] == 'forward' and lines[parts + 3].endswith('8.0 KiB')
     narrow = HELPER.plan(PROGRAMS['data_parallel']()[1], leaf(64, 32), leaf(16, 64)).to_text(70).splitlines()
     # The row takes two lines.
@@ -254,7 +254,7 @@ def test_text_of_memory_and_of_quick_plans():
         full,
         memory=dataclasses.replace(memory, host=2**23),
         buffers=(*buffers, Buffer(2**18, 'f32[256,256]', Source())),
-        host_moves=HostMoves(2**23, 2**24),
+        host_transfers=HostTransfers(2**23, 2**24),
     )
     assert held.to_text(100).splitlines()[4:13] == [
         '  temporaries     5.0 MiB, of which 2.0 MiB are gaps when most is held',
@@ -282,12 +282,12 @@ def test_text_of_memory_and_of_quick_plans():
 
 def test_the_link_to_the_host_is_timed_if_it_is_used():
     plan = HELPER.plan(STEP, *ARGUMENTS)
-    offloads = dataclasses.replace(plan, host_moves=HostMoves(2**23, 2**24, Counted.AT_LEAST))
+    offloads = dataclasses.replace(plan, host_transfers=HostTransfers(2**23, 2**24, Exactness.AT_LEAST))
     torus = {'fsdp': 4, 'tp': 2}
     roofline = offloads.roofline('v6e', torus=torus)
     assert roofline.parts['host:out'] == pytest.approx(2**23 / 3.2e10)
     assert roofline.parts['host:in'] == pytest.approx(2**24 / 3.2e10)
-    assert (roofline.bottleneck, roofline.counted) == ('host:in', Counted.AT_LEAST)
+    assert (roofline.bottleneck, roofline.exactness) == ('host:in', Exactness.AT_LEAST)
     assert '  host:in ' in str(roofline)
     assert offloads.roofline('v4', torus=torus).parts['host:in'] == pytest.approx(2**24 / 1.6e10)
     assert not any(name.startswith('host') for name in plan.roofline('tpu7x', torus=torus).parts)
@@ -339,7 +339,7 @@ def test_what_devices_compute_more_than_the_function_needs_is_said():
     plan = HELPER.plan(step, images, kernel)
     assert {row.cause for row in plan.collectives} == {'halo'}
     # 46 pairs of a row and a row of the kernel, and 48 on the devices.
-    assert 8 * plan.work.flops / plan.flops == pytest.approx(48 / 46)
+    assert 8 * plan.device_cost.flops / plan.flops == pytest.approx(48 / 46)
     assert 'the devices compute 1.04 times that: halos, or what is not divided' in str(plan).splitlines()
     assert '1.04 times' in plan._repr_html_()
     one = MeshShardingHelper([2], ['tp'], devices=jax.devices()[:2])
@@ -359,7 +359,7 @@ def test_what_devices_compute_in_a_loop_of_unknown_length_is_said():
         (P(('fsdp', 'tp')), None),
     ):
         plan = HELPER.plan(HELPER.sjit(converge, in_shardings=(spec, P())), x, x)
-        assert plan.flops_counted is plan.work.counted is Counted.AT_LEAST
+        assert plan.flops_exactness is plan.device_cost.exactness is Exactness.AT_LEAST
         assert next((text for text in str(plan).splitlines() if 'devices compute' in text), None) == line
 
 
@@ -400,7 +400,7 @@ def test_dict():
         'axes': ['fsdp'],
         'group': 4,
         'count': 1,
-        'counted': 'exactly',
+        'exactness': 'exact',
         'bytes': F32,
         'cause': 'sharding',
         'crossing': 0,

@@ -11,10 +11,10 @@ import jax
 import pytest
 
 from scalax._planning.cost.collectives import Collective, collectives
-from scalax._planning.cost.device_cost import Work, work_of
-from scalax._planning.cost.host_transfers import HostMoves, host_moves
+from scalax._planning.cost.device_cost import DeviceCost, device_cost_of
+from scalax._planning.cost.host_transfers import HostTransfers, host_transfers
 from scalax._planning.cost.memory import Memory, MemoryTables, assigned_memory, read_layout
-from scalax._planning.hardware.torus import places_of
+from scalax._planning.hardware.torus import positions_of
 from scalax._planning.program.hlo import parse
 from scalax.plan import HARDWARE, Plan, Roofline
 from scalax.sharding import MeshShardingHelper
@@ -31,8 +31,8 @@ class Read(NamedTuple):
     """What a plan reads of a program, and what the second reader finds."""
 
     rows: tuple[Collective, ...]
-    work: Work
-    host_moves: HostMoves
+    device_cost: DeviceCost
+    host_transfers: HostTransfers
     memory: Memory
     second: executable_reader.Counts
 
@@ -43,9 +43,9 @@ def read(name: str) -> Read:
     program, partitioned = parse(made.optimized), parse(made.partitioned)
     ids = [device.id for device in devices]
     return Read(
-        collectives(program, made.mesh, places_of(devices), partitioned, ids),
-        work_of(program),
-        host_moves(program),
+        collectives(program, made.mesh, positions_of(devices), partitioned, ids),
+        device_cost_of(program),
+        host_transfers(program),
         assigned_memory(read_layout(MemoryTables(*made.tables))),
         executable_reader.read(made.executable, made.mesh, made.slices),
     )
@@ -153,10 +153,10 @@ def roofline_of(name: str) -> Roofline:
         devices=mesh.size,
         memory=made.memory,
         collectives=made.rows,
-        work=made.work,
-        host_moves=made.host_moves,
+        device_cost=made.device_cost,
+        host_transfers=made.host_transfers,
         device_kind=mesh.devices.flat[0].device_kind,
-        places=places_of(mesh.devices.flat),
+        device_positions=positions_of(mesh.devices.flat),
         flops=0,
     ).roofline()
 

@@ -204,7 +204,7 @@ def test_two_ways_to_multiply(width: int, sums_win: bool) -> None:
     ]
     gathers, sums = (plan.roofline(hardware, torus={'fsdp': 8}) for plan in plans)
     flops = 2 * rows * width * hidden
-    assert [plan.work.flops for plan in plans] == [flops, flops / 8]
+    assert [plan.device_cost.flops for plan in plans] == [flops, flops / 8]
     assert gathers.parts['ici:fsdp'] == pytest.approx(2 * width * hidden / 1.8e11)
     assert sums.parts['ici:fsdp'] == pytest.approx(4 * rows * hidden / 1.8e11)
     assert (sums.parts['ici:fsdp'] < gathers.compute) == sums_win
@@ -296,7 +296,9 @@ def test_a_published_step_of_gpus() -> None:
     tokens, published = 2 * 8192, 15.570
     plan = plan_fsdp(LLAMA3_70B, tokens)
     attention = LLAMA3_70B.attention_flops(tokens, 8192)
-    plan = dataclasses.replace(plan, work=dataclasses.replace(plan.work, flops=plan.work.flops + attention))
+    plan = dataclasses.replace(
+        plan, device_cost=dataclasses.replace(plan.device_cost, flops=plan.device_cost.flops + attention)
+    )
     roofline = plan.roofline(hardware)
     bound, estimate = roofline.step_seconds
     assert bound <= published <= 2 * estimate
@@ -313,7 +315,9 @@ def test_published_steps_are_between_the_bounds(found: Published) -> None:
     tokens = found.sequences * found.length
     plan = plan_fsdp(found.model, tokens, found.saved)
     attention = found.model.attention_flops(tokens, found.length)
-    plan = dataclasses.replace(plan, work=dataclasses.replace(plan.work, flops=plan.work.flops + attention))
+    plan = dataclasses.replace(
+        plan, device_cost=dataclasses.replace(plan.device_cost, flops=plan.device_cost.flops + attention)
+    )
     torus = (2, 2, 2) if found.hardware is V5P else (4, 2)
     hardware = RINGS[found.hardware.name]
     bound, estimate = plan.roofline(hardware, torus={'fsdp': torus}).step_seconds

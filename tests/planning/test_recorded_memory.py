@@ -3,7 +3,7 @@
 import pytest
 
 from scalax._planning.cost.buffers import largest_buffers
-from scalax._planning.cost.host_transfers import HostMoves, host_moves
+from scalax._planning.cost.host_transfers import HostTransfers, host_transfers
 from scalax._planning.cost.memory import MemoryTables, assigned_memory, read_layout
 from scalax._planning.program.hlo import parse
 from scalax.plan import Source
@@ -53,4 +53,4 @@ def test_memory_is_the_compilers_own(name):
 @pytest.mark.parametrize('name', recordings.names())
 def test_what_moves_to_and_from_the_host(name):
     moved = MOVED.get(name, 0)
-    assert host_moves(parse(recordings.recorded(name).optimized)) == HostMoves(moved, moved)
+    assert host_transfers(parse(recordings.recorded(name).optimized)) == HostTransfers(moved, moved)

@@ -11,12 +11,21 @@ import jax.numpy as jnp
 import pytest
 
 from scalax._planning.cost.collectives import collectives
-from scalax._planning.cost.device_cost import work_of
-from scalax._planning.hardware.torus import Place, route_of, torus_of
+from scalax._planning.cost.device_cost import device_cost_of
+from scalax._planning.hardware.torus import DevicePosition, route_of, torus_of
 from scalax._planning.program.hlo import parse
 from scalax._planning.time.collective_time import collective_seconds
 from scalax.errors import PlanError
-from scalax.plan import HARDWARE, Communication, Counted, Hardware, Line, Roofline, ScopeWork, Work
+from scalax.plan import (
+    HARDWARE,
+    Communication,
+    DeviceCost,
+    Exactness,
+    Hardware,
+    Roofline,
+    ScopeCost,
+    TorusSegment,
+)
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 from tests.support.torus_seconds import seconds
@@ -179,8 +188,8 @@ def test_fsdp_and_tensor_parallelism():
 def test_scaling_across_pods():
     """Chapter "Scaling Across Pods": 71,360 tokens a slice for v5p; two AllReduces of 2 D F bytes."""
     slices, chips, width, hidden = 1000, 64, 8192, 30_000
-    places = [Place(index, (0, 0, 0)) for index in range(slices)]
-    route = route_of(places, torus_of(places, V5P), 'data')
+    positions = [DevicePosition(index, (0, 0, 0)) for index in range(slices)]
+    route = route_of(positions, torus_of(positions, V5P), 'data')
     moved = 2 * collective_seconds('all-reduce', BF16 * width * hidden / chips, route, V5P, 1).dcn
     for tokens, compute_bound in [(0.97 * 71_360, False), (1.06 * 71_360, True)]:
         math_ = 8 * tokens * width * hidden / (chips * V5P.flops_per_second)
@@ -193,7 +202,7 @@ def test_scaling_across_pods():
 def test_loading_weights():
     """tpus.md, Question 1 [bounding LLM latency]: 400e9 bytes from the memories of 32 v4: around 10 ms."""
     plan = MeshShardingHelper([8], ['X']).plan(lambda x: x, array(8))
-    plan = dataclasses.replace(plan, work=Work(bytes=int(400e9 / 32)), collectives=())
+    plan = dataclasses.replace(plan, device_cost=DeviceCost(bytes=int(400e9 / 32)), collectives=())
     roofline = plan.roofline(dataclasses.replace(V4, devices_per_chip=1))
     assert roofline.hbm == pytest.approx(10e-3, rel=0.05)
     assert (roofline.bottleneck, roofline.compute) == ('hbm', 0)
@@ -216,7 +225,7 @@ def test_seconds_of_computing():
 def test_gathering_in_a_node_of_gpus():
     """gpus.md, Quiz 2, Question 3 [AllGather cost]: bf16[4096, 65536], 8 GPUs of 450 GB/s: 1.04 ms."""
     node = Hardware('a node of 8', torus_axes=0, ici_bytes_per_second=450e9)
-    route = route_of([Place(0)] * 8, torus_of([Place(0)] * 8, node), 'X')
+    route = route_of([DevicePosition(0)] * 8, torus_of([DevicePosition(0)] * 8, node), 'X')
     found = collective_seconds('all-gather', 4096 * 65536 * BF16, route, node, 1)
     assert found.ici == pytest.approx(1.04e-3, rel=0.01)
 
@@ -257,7 +266,7 @@ def test_good_shardings_rank_above_bad_ones():
     split = bound_of(P(None, None, 'tp'), P('fsdp'))
     alike = bound_of(P(), P('fsdp'))
     alone = bound_of(P(), P())
-    assert good.counted is Counted.EXACTLY
+    assert good.exactness is Exactness.EXACT
     # A mesh axis that nothing uses makes all of its devices compute the same.
     assert good.compute == pytest.approx(alike.compute)
     assert split.compute == pytest.approx(good.compute / 2)
@@ -270,9 +279,9 @@ def test_good_shardings_rank_above_bad_ones():
 def test_mesh_axes_that_share_links_add_up():
     """Two mesh axes on one ring, and one that takes all of it."""
     rows = (
-        Communication('ici', ('tp',), (Line(0, 4, False),), 3.0, 3.0),
-        Communication('ici', ('fsdp',), (Line(0, 4, True, 4), Line(1, 4, True)), 2.0, 2.0),
-        Communication('ici', ('fsdp', 'tp'), (Line(0, 16, True),), 1.0, 1.0),
+        Communication('ici', ('tp',), (TorusSegment(0, 4, False),), 3.0, 3.0),
+        Communication('ici', ('fsdp',), (TorusSegment(0, 4, True, 4), TorusSegment(1, 4, True)), 2.0, 2.0),
+        Communication('ici', ('fsdp', 'tp'), (TorusSegment(0, 16, True),), 1.0, 1.0),
         Communication('dcn', ('data',), (), 4.0, 4.0),
     )
     roofline = Roofline(V5P, 64, 1e15, 5.0, 1.0, rows)
@@ -311,7 +320,7 @@ def test_groups_that_are_a_part_of_an_axis():
     assert (row.axes, row.group, row.part) == (('X',), 2, (0, 2))
     assert plan.to_dict()['collectives'][0]['part'] == [0, 2]
     [found] = plan.roofline(RINGS, torus={'X': 8}).communication
-    assert found.lines == (Line(0, 2, ring=False, stride=2),)
+    assert found.segments == (TorusSegment(0, 2, ring=False, stride=2),)
     assert found.seconds == pytest.approx(2 * (4096 * 4096 * 4 / 2) * 2 / 9e10)
 
 
@@ -329,12 +338,16 @@ def test_text():
     roofline = Roofline(
         *(V5P, 64, 1e15, 0.5, 0.25),
         (
-            Communication('ici', ('fsdp', 'tp'), (Line(0, 4, True), Line(1, 2, False, 2)), 0.75, 0.75),
+            Communication(
+                'ici', ('fsdp', 'tp'), (TorusSegment(0, 4, True), TorusSegment(1, 2, False, 2)), 0.75, 0.75
+            ),
             Communication('dcn', ('data',), (), 0.001, 0.001),
-            Communication('ici', ('fsdp', 'tp'), (Line(0, 2, False),), 0.0, 0.0),  # of a part of the axes
+            Communication(
+                'ici', ('fsdp', 'tp'), (TorusSegment(0, 2, False),), 0.0, 0.0
+            ),  # of a part of the axes
         ),
         model_flops=3 * 10**14,
-        counted=Counted.AT_LEAST,
+        exactness=Exactness.AT_LEAST,
     )
     assert str(roofline).splitlines() == [
         'one call on 64 devices of v5p (at least): at least 750 ms, 1,500 ms if nothing overlaps',
@@ -377,7 +390,7 @@ def test_what_a_device_computes():
     share = plan.flops // 8
 
     def seconds(**work):
-        made = dataclasses.replace(plan, work=Work(**work))
+        made = dataclasses.replace(plan, device_cost=DeviceCost(**work))
         return made.roofline(RINGS, torus={'X': 8}).compute
 
     assert seconds(flops=share) == seconds() == pytest.approx(share / 4.59e14)
@@ -435,6 +448,8 @@ def test_gathers_that_are_written_twice_count_once():
     assert found == [(('fsdp',), 2, 8192), (('tp',), 1, 4096)]  # along fsdp in each of two dimensions
     flops = 2 * 64**3
     moved = 3 * 64 * 64 * 2
-    scopes = (ScopeWork('', 'other', flops, moved),)
-    work = Work(flops, moved, by_part={'other': flops}, by_scope=scopes, bytes_by_part={'other': moved})
-    assert work_of(module) == work
+    scopes = (ScopeCost('', 'other', flops, moved),)
+    work = DeviceCost(
+        flops, moved, by_phase={'other': flops}, by_scope=scopes, bytes_by_phase={'other': moved}
+    )
+    assert device_cost_of(module) == work

@@ -421,9 +421,9 @@ def test_the_page_shows_the_kernels_where_the_schedule_is_far_from_the_bound():
 
 def test_the_parts_of_a_step_have_it_in_a_column(snapshot):
     plan = recorded_plan('fsdp h100')
-    found = {row.part: 0.0 for row in plan.schedule.kernels}
+    found = {row.phase: 0.0 for row in plan.schedule.kernels}
     for row in plan.schedule.kernels:
-        found[row.part] += row.seconds
+        found[row.phase] += row.seconds
     assert sum(found.values()) == pytest.approx(plan.schedule.seconds)
     text = plan.to_text(120)
     snapshot(text[text.index("by the compiler's schedule") : text.index('function  ')])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from scalax._planning.program.module_scopes import scopes_in
-from scalax._planning.report.breakdown import sums_by_part, sums_by_scope
+from scalax._planning.report.breakdown import sums_by_phase, sums_by_scope
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
@@ -44,21 +44,21 @@ def planned(step, *args, **shardings):
 
 def is_whole(plan):
     """Whether the scopes add up to the step."""
-    work = plan.work
+    work = plan.device_cost
     assert sum(row.flops for row in work.by_scope) == work.flops > 0
     assert sum(row.bytes for row in work.by_scope) == work.bytes
-    for part, flops in work.by_part.items():
-        assert sum(row.flops for row in work.by_scope if row.part == part) == flops
+    for phase, flops in work.by_phase.items():
+        assert sum(row.flops for row in work.by_scope if row.phase == phase) == flops
     for row in plan.collectives:
         assert sum(runs.count for runs in row.scopes) == row.count
     moved = sum(row.count * row.bytes for row in plan.collectives)
-    by_part = sums_by_part(plan, None)
-    assert sum(each.moved for each in by_part.values()) == moved
+    by_phase = sums_by_phase(plan, None)
+    assert sum(each.moved for each in by_phase.values()) == moved
     return True
 
 
 def flops_of(plan, scope):
-    return {row.part: row.flops for row in plan.work.by_scope if row.scope == scope}
+    return {row.phase: row.flops for row in plan.device_cost.by_scope if row.scope == scope}
 
 
 @pytest.mark.medium
@@ -96,10 +96,10 @@ def test_functions_stand_for_scopes():
 
     plan = planned(step, X, X, in_shardings=(P('fsdp', 'tp'), P('fsdp')))
     assert is_whole(plan)
-    assert {row.scope for row in plan.work.by_scope} == {'step()/loss()', 'step()/loss()/attention()'}
+    assert {row.scope for row in plan.device_cost.by_scope} == {'step()/loss()', 'step()/loss()/attention()'}
     (outer, whole), (inner, part) = sums_by_scope(plan, None)
     assert (outer, inner) == ('step()/loss()', 'step()/loss()/attention()')
-    assert whole.flops == plan.work.flops > part.flops > 0
+    assert whole.flops == plan.device_cost.flops > part.flops > 0
     lines = plan.to_text(100).splitlines()
     table = next(place for place, line in enumerate(lines) if line.startswith('function'))
     assert [line.split('  ')[0] for line in lines[table + 2 : table + 4]] == [outer, inner]
@@ -180,7 +180,7 @@ def test_any_number_of_scopes_inside_of_one_another():
 
     plan = planned(step, X, in_shardings=P('fsdp'))
     assert is_whole(plan)
-    assert plan.work.by_scope[0].scope == '/'.join('d' * 200)
+    assert plan.device_cost.by_scope[0].scope == '/'.join('d' * 200)
     plan._repr_html_()
     assert str(plan)
 

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from scalax._planning.cost.collectives import collectives
-from scalax._planning.cost.device_cost import work_of
+from scalax._planning.cost.device_cost import device_cost_of
 from scalax._planning.program.hlo import parse
 from scalax.plan import HARDWARE
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
@@ -47,9 +47,9 @@ def planned(optimizer, wrapped=lambda update: update, donate=(0, 1), take=jax.gr
 def test_what_an_update_moves(wrapped):
     """Parameters and two moments are read and written. A product may write gradients where they are used."""
     plan = planned(optax.adamw(1e-3), wrapped)
-    assert plan.work.bytes_by_part['update'] == pytest.approx(6 * 4 * SIZE**2 / 8, rel=1e-3)
-    assert set(plan.work.bytes_by_part) == {'forward', 'backward', 'update'}
-    assert plan.work.by_part.keys() == {'forward', 'backward'}
+    assert plan.device_cost.bytes_by_phase['update'] == pytest.approx(6 * 4 * SIZE**2 / 8, rel=1e-3)
+    assert set(plan.device_cost.bytes_by_phase) == {'forward', 'backward', 'update'}
+    assert plan.device_cost.by_phase.keys() == {'forward', 'backward'}
 
 
 def test_phases_follow_one_another():
@@ -82,9 +82,9 @@ def test_gradients_of_a_loop():
 
         return take
 
-    work = planned(optax.adamw(1e-3), take=sums).work
-    assert work.bytes_by_part['update'] == pytest.approx(6 * 4 * SIZE**2 / 8, rel=1e-3)
-    assert work.by_part.keys() == {'forward', 'backward'}
+    work = planned(optax.adamw(1e-3), take=sums).device_cost
+    assert work.bytes_by_phase['update'] == pytest.approx(6 * 4 * SIZE**2 / 8, rel=1e-3)
+    assert work.by_phase.keys() == {'forward', 'backward'}
 
 
 def test_gradients_without_products():
@@ -95,7 +95,7 @@ def test_gradients_without_products():
 
     fun = HELPER.sjit(step, in_shardings=(P('fsdp'), P()), out_shardings=P('fsdp'), donate_argnums=0)
     plan = HELPER.plan(fun, leaf(SIZE, SIZE), leaf(8, dtype=jnp.int32))
-    assert plan.work.bytes_by_part['update'] == 2 * 4 * SIZE**2 / 8
+    assert plan.device_cost.bytes_by_phase['update'] == 2 * 4 * SIZE**2 / 8
     phases = plan.roofline('h100').phases
     assert [phase.name for phase in phases] == ['forward', 'backward', 'update']
     assert phases[2].hbm > 0.99 * sum(phase.hbm for phase in phases)
@@ -106,7 +106,10 @@ def test_they_are_shown():
     [row] = [line.split() for line in str(plan).splitlines() if line.startswith('update')]
     assert row[:3] == ['update', '192.0', 'MiB']
     assert 'update' in plan._repr_html_()
-    assert json.loads(plan.to_json())['work']['bytes_by_part']['update'] == plan.work.bytes_by_part['update']
+    assert (
+        json.loads(plan.to_json())['device_cost']['bytes_by_phase']['update']
+        == plan.device_cost.bytes_by_phase['update']
+    )
 
 
 def block(w, x):
@@ -153,16 +156,16 @@ def test_products_of_an_update():
 
         return optax.GradientTransformation(lambda params: (), update)
 
-    work = planned(make(SIZE)).work
-    assert work.by_part['update'] > 0
-    once = planned(optax.sgd(1.0)).work
-    assert {part: flops for part, flops in work.by_part.items() if part != 'update'} == once.by_part
+    work = planned(make(SIZE)).device_cost
+    assert work.by_phase['update'] > 0
+    once = planned(optax.sgd(1.0)).device_cost
+    assert {part: flops for part, flops in work.by_phase.items() if part != 'update'} == once.by_phase
 
 
 def test_a_program_without_a_gradient_has_one_phase():
     plan = HELPER.plan(HELPER.sjit(lambda x: x @ x.T, in_shardings=P('fsdp')), leaf(SIZE, SIZE))
     assert plan.known_roofline is None and plan.roofline('h100').phases == ()
-    assert set(plan.work.bytes_by_part) == {'other'}
+    assert set(plan.device_cost.bytes_by_phase) == {'other'}
 
 
 def test_collectives_of_an_update():
@@ -179,5 +182,5 @@ def test_collectives_of_an_update():
 def test_updates_of_recorded_programs(name):
     """By hand: parameters in bfloat16, as often as an optimizer of these steps moves them at least."""
     recording = recorded(name)
-    found = work_of(parse(recording.optimized)).bytes_by_part['update']
+    found = device_cost_of(parse(recording.optimized)).bytes_by_phase['update']
     assert found >= recording.memory['argument_size_in_bytes'] / 2

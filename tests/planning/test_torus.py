@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from scalax._planning.hardware.torus import (
-    Place,
+    DevicePosition,
     Route,
     Torus,
-    places_of,
-    places_on_torus,
+    positions_of,
+    positions_on_torus,
     route_of,
     torus_of,
 )
 from scalax._planning.time.collective_time import collective_seconds, part_of_links
 from scalax.errors import PlanError
-from scalax.plan import HARDWARE, Hardware, Line
+from scalax.plan import HARDWARE, Hardware, TorusSegment
 
 V5E, V5P = HARDWARE['v5e'], HARDWARE['v5p']
 
@@ -54,29 +54,29 @@ def chips(*shape, cores=1, slices=1):
     ]
 
 
-def route(mesh, axes, places, hardware):
+def route(mesh, axes, positions, hardware):
     """What joins the groups of devices along some axes of a mesh; the same for all groups."""
-    grid = np.arange(len(places)).reshape(tuple(mesh.values()))
+    grid = np.arange(len(positions)).reshape(tuple(mesh.values()))
     own = [i for i, name in enumerate(mesh) if name in axes]
     rest = [i for i in range(grid.ndim) if i not in own]
-    torus = torus_of(places, hardware)
+    torus = torus_of(positions, hardware)
     groups = grid.transpose([*rest, *own]).reshape(-1, math.prod(mesh[axis] for axis in axes))
-    [found] = {route_of([places[i] for i in group], torus, ' x '.join(axes)) for group in groups}
+    [found] = {route_of([positions[i] for i in group], torus, ' x '.join(axes)) for group in groups}
     return found
 
 
 def ring(axis, length, stride=1):
-    return Line(axis, length, ring=True, stride=stride)
+    return TorusSegment(axis, length, ring=True, stride=stride)
 
 
 def line(axis, length, stride=1):
-    return Line(axis, length, ring=False, stride=stride)
+    return TorusSegment(axis, length, ring=False, stride=stride)
 
 
 def test_places():
-    assert places_of([Device([1, 2, 0], 1, 7)]) == (Place(0, (1, 2, 0), 1),)
-    assert places_of([SliceDevice((1, 2, 0), slice_index=3)]) == (Place(3, (1, 2, 0)),)
-    assert places_of([Plain(5)]) == (Place(5),)
+    assert positions_of([Device([1, 2, 0], 1, 7)]) == (DevicePosition(0, (1, 2, 0), 1),)
+    assert positions_of([SliceDevice((1, 2, 0), slice_index=3)]) == (DevicePosition(3, (1, 2, 0)),)
+    assert positions_of([Plain(5)]) == (DevicePosition(5),)
 
 
 # --- Rings ----------------------------------------------------------------------------------------
@@ -104,30 +104,30 @@ def test_places():
     ],
 )
 def test_which_axes_are_rings(name, shape, rings):
-    torus = torus_of(places_of(chips(*shape)), HARDWARE[name])
+    torus = torus_of(positions_of(chips(*shape)), HARDWARE[name])
     assert (torus.extents, torus.rings, torus.devices_per_chip) == (shape, rings, 1)
 
 
 def test_a_hardware_whose_rings_are_not_known(snapshot):
     mine = dataclasses.replace(HARDWARE['tpu7x'], name='mine', ring_multiple=None)
-    one = torus_of(places_of(chips(1, 1, 1, cores=2)), mine)
+    one = torus_of(positions_of(chips(1, 1, 1, cores=2)), mine)
     assert one == Torus((1, 1, 1), 2, (False, False, False))
     with snapshot.raises(PlanError):
-        torus_of(places_of(chips(4, 4, 4)), mine)
+        torus_of(positions_of(chips(4, 4, 4)), mine)
 
 
 def test_a_torus_of_more_axes():
     with pytest.raises(PlanError) as error:
-        torus_of(places_of(chips(4, 4, 4)), V5E)
+        torus_of(positions_of(chips(4, 4, 4)), V5E)
     assert str(error.value) == "the devices are along 3 axes of a torus (4x4x4), but that of 'v5e' has 2"
 
 
 # --- Routes ---------------------------------------------------------------------------------------
 
-CUBE = places_of(chips(4, 4, 4))
-LONG = places_of(chips(4, 16))
+CUBE = positions_of(chips(4, 4, 4))
+LONG = positions_of(chips(4, 16))
 
-# what -> (mesh, axes, places, hardware, lines)
+# what -> (mesh, axes, positions, hardware, segments)
 ROUTES = {
     'one axis each': ({'a': 4, 'b': 4, 'c': 4}, ('b',), CUBE, V5P, (ring(1, 4),)),
     'two axes': ({'a': 16, 'b': 4}, ('a',), CUBE, V5P, (ring(0, 4), ring(1, 4))),
@@ -148,7 +148,7 @@ ROUTES = {
     'interleaved without wrap-around': (
         {'a': 2, 'b': 4, 'c': 16},
         ('a',),
-        places_of(chips(8, 16)),
+        positions_of(chips(8, 16)),
         V5E,
         (line(0, 2, stride=4),),
     ),
@@ -164,42 +164,46 @@ ROUTES = {
 }
 
 
-@pytest.mark.parametrize(('mesh', 'axes', 'places', 'hardware', 'lines'), ROUTES.values(), ids=ROUTES)
-def test_routes(mesh, axes, places, hardware, lines):
-    found = route(mesh, axes, places, hardware)
+@pytest.mark.parametrize(('mesh', 'axes', 'positions', 'hardware', 'segments'), ROUTES.values(), ids=ROUTES)
+def test_routes(mesh, axes, positions, hardware, segments):
+    found = route(mesh, axes, positions, hardware)
     devices = math.prod(mesh[axis] for axis in axes)
-    assert found == Route(1, devices, devices, lines)
+    assert found == Route(1, devices, devices, segments)
 
 
 def test_the_order_of_a_mesh_does_not_matter():
     """A mesh need not follow the coordinates: here it goes around each square, and through it in a zigzag."""
-    square = [Place(0, (x, y)) for x, y in [(0, 0), (1, 0), (1, 1), (0, 1)]]
-    assert route({'a': 4}, ('a',), square, V5E).lines == (line(0, 2), line(1, 2))
+    square = [DevicePosition(0, (x, y)) for x, y in [(0, 0), (1, 0), (1, 1), (0, 1)]]
+    assert route({'a': 4}, ('a',), square, V5E).segments == (line(0, 2), line(1, 2))
 
 
 def test_two_devices_a_chip():
-    places = places_of(chips(4, 4, 4, cores=2))
+    positions = positions_of(chips(4, 4, 4, cores=2))
     v4 = HARDWARE['v4']
-    cores = route({'a': 64, 'b': 2}, ('b',), places, v4)
+    cores = route({'a': 64, 'b': 2}, ('b',), positions, v4)
     assert cores == Route(1, 2, 1, (), 1)
     # Both devices of a chip send over its links, each for a group of its own ...
-    assert route({'a': 4, 'b': 32}, ('a',), places, v4) == Route(1, 4, 4, (ring(0, 4),), crowd=2)
+    assert route({'a': 4, 'b': 32}, ('a',), positions, v4) == Route(
+        1, 4, 4, (ring(0, 4),), groups_sharing_links=2
+    )
     # ... or for one.
-    assert route({'a': 16, 'b': 8}, ('b',), places, v4) == Route(1, 8, 4, (ring(2, 4),), crowd=1)
+    assert route({'a': 16, 'b': 8}, ('b',), positions, v4) == Route(
+        1, 8, 4, (ring(2, 4),), groups_sharing_links=1
+    )
 
 
 def test_slices():
-    places = places_of(chips(4, 4, slices=3))
-    assert route({'a': 3, 'b': 4, 'c': 4}, ('a',), places, V5E) == Route(3, 1, 1, ())
-    assert route({'a': 3, 'b': 4, 'c': 4}, ('a', 'c'), places, V5E) == Route(3, 4, 4, (line(1, 4),))
-    assert route({'a': 12, 'b': 4}, ('a',), places, V5E) == Route(3, 4, 4, (line(0, 4),))
+    positions = positions_of(chips(4, 4, slices=3))
+    assert route({'a': 3, 'b': 4, 'c': 4}, ('a',), positions, V5E) == Route(3, 1, 1, ())
+    assert route({'a': 3, 'b': 4, 'c': 4}, ('a', 'c'), positions, V5E) == Route(3, 4, 4, (line(1, 4),))
+    assert route({'a': 12, 'b': 4}, ('a',), positions, V5E) == Route(3, 4, 4, (line(0, 4),))
 
 
 def test_no_torus():
     switch = Hardware('switch', torus_axes=0, ring_multiple=0)
-    places = places_of([Plain(process) for process in range(2) for _ in range(4)])
-    assert route({'a': 2, 'b': 4}, ('b',), places, switch) == Route(1, 4, 4, ())
-    assert route({'a': 2, 'b': 4}, ('a',), places, switch) == Route(2, 1, 1, ())
+    positions = positions_of([Plain(process) for process in range(2) for _ in range(4)])
+    assert route({'a': 2, 'b': 4}, ('b',), positions, switch) == Route(1, 4, 4, ())
+    assert route({'a': 2, 'b': 4}, ('a',), positions, switch) == Route(2, 1, 1, ())
 
 
 # What forms no evenly spaced box: (chips, lines of the box around them, groups that share it)
@@ -212,14 +216,14 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(('coords', 'lines', 'crowd'), OTHERS.values(), ids=OTHERS)
-def test_other_forms_share_the_box_around_them(coords, lines, crowd):
-    found = route_of([Place(0, at) for at in coords], Torus((16, 4), 1, (True, False)), 'tp')
-    assert found == Route(1, len(coords), len(coords), lines, crowd)
+@pytest.mark.parametrize(('coords', 'segments', 'sharing'), OTHERS.values(), ids=OTHERS)
+def test_other_forms_share_the_box_around_them(coords, segments, sharing):
+    found = route_of([DevicePosition(0, at) for at in coords], Torus((16, 4), 1, (True, False)), 'tp')
+    assert found == Route(1, len(coords), len(coords), segments, sharing)
 
 
 def test_unlike_chips():
-    group = [Place(0, (0, 0), 0), Place(0, (0, 0), 1), Place(0, (1, 0), 0)]
+    group = [DevicePosition(0, (0, 0), 0), DevicePosition(0, (0, 0), 1), DevicePosition(0, (1, 0), 0)]
     with pytest.raises(PlanError) as error:
         route_of(group, Torus((16, 4), 2, (True, False)), 'tp')
     assert str(error.value) == (
@@ -228,7 +232,7 @@ def test_unlike_chips():
 
 
 def test_unlike_slices():
-    group = [Place(0, (0, 0)), Place(0, (1, 0)), Place(1, (0, 0))]
+    group = [DevicePosition(0, (0, 0)), DevicePosition(0, (1, 0)), DevicePosition(1, (0, 0))]
     with pytest.raises(PlanError) as error:
         route_of(group, Torus((16, 4), 1, (True, False)), 'tp')
     assert (
@@ -241,11 +245,11 @@ def test_unlike_slices():
 
 def test_places_on_a_torus():
     mesh = {'data': 2, 'fsdp': 16, 'tp': 4}
-    places = places_on_torus({'tp': 4, 'fsdp': (4, 4)}, mesh, V5P)
-    assert len(set(places)) == 128
-    assert route(mesh, ('fsdp',), places, V5P).lines == (ring(1, 4), ring(2, 4))
-    assert route(mesh, ('tp',), places, V5P).lines == (ring(0, 4),)
-    assert route(mesh, ('data',), places, V5P) == Route(2, 1, 1, ())
+    positions = positions_on_torus({'tp': 4, 'fsdp': (4, 4)}, mesh, V5P)
+    assert len(set(positions)) == 128
+    assert route(mesh, ('fsdp',), positions, V5P).segments == (ring(1, 4), ring(2, 4))
+    assert route(mesh, ('tp',), positions, V5P).segments == (ring(0, 4),)
+    assert route(mesh, ('data',), positions, V5P) == Route(2, 1, 1, ())
 
 
 @pytest.mark.parametrize(
@@ -258,7 +262,7 @@ def test_places_on_a_torus():
 )
 def test_torus_that_does_not_fit(torus, message):
     with pytest.raises(PlanError) as error:
-        places_on_torus(torus, {'fsdp': 16, 'tp': 4}, V5E)
+        positions_on_torus(torus, {'fsdp': 16, 'tp': 4}, V5E)
     assert str(error.value) == message
 
 
@@ -268,9 +272,9 @@ V = 1e9  # bytes
 W = 4.5e10  # v5e, one way
 
 
-def seconds(kind, *lines, chips=None, whole=V, crowd=1, hardware=V5E):
-    size = chips or math.prod(item.length for item in lines)
-    return collective_seconds(kind, whole, Route(1, size, size, lines, crowd), hardware, 1).ici
+def seconds(kind, *segments, chips=None, whole=V, sharing=1, hardware=V5E):
+    size = chips or math.prod(item.length for item in segments)
+    return collective_seconds(kind, whole, Route(1, size, size, segments, sharing), hardware, 1).ici
 
 
 TIMES = {
@@ -299,11 +303,11 @@ TIMES = {
 @pytest.mark.parametrize(('call', 'expected'), TIMES.values(), ids=TIMES)
 def test_times(call, expected):
     assert seconds(*call) == pytest.approx(expected)
-    assert seconds(*call, crowd=2) == pytest.approx(2 * expected)
+    assert seconds(*call, sharing=2) == pytest.approx(2 * expected)
 
 
 @pytest.mark.parametrize(
-    ('kind', 'lines', 'hops'),
+    ('kind', 'segments', 'hops'),
     [
         ('all-gather', (ring(0, 16),), 8),
         ('all-reduce', (ring(0, 16),), 16),
@@ -313,20 +317,20 @@ def test_times(call, expected):
         ('collective-permute', (ring(0, 16),), 1),
     ],
 )
-def test_the_least_time(kind, lines, hops):
-    assert seconds(kind, *lines, whole=8) == pytest.approx(hops * 1e-6)
+def test_the_least_time(kind, segments, hops):
+    assert seconds(kind, *segments, whole=8) == pytest.approx(hops * 1e-6)
 
 
 @pytest.mark.parametrize(
-    ('kind', 'lines', 'part'),
+    ('kind', 'segments', 'part'),
     [
         ('collective-permute', (ring(0, 4),), 1 / 2),
         ('collective-permute', (), 1),
         ('all-gather', (ring(0, 4),), 1),
     ],
 )
-def test_a_permute_uses_a_part_of_the_links(kind, lines, part):
-    assert part_of_links(kind, Route(1, 16, 16, lines)) == part
+def test_a_permute_uses_a_part_of_the_links(kind, segments, part):
+    assert part_of_links(kind, Route(1, 16, 16, segments)) == part
 
 
 def test_times_inside_a_chip():

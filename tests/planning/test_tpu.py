@@ -13,7 +13,7 @@ from examples import plan_llama
 from scalax._core.render.tables import human_flops
 from scalax._planning.compiler import compilation
 from scalax.errors import ArgumentError, PlanError
-from scalax.plan import HARDWARE, HostMoves, Plan, make_plan
+from scalax.plan import HARDWARE, HostTransfers, Plan, make_plan
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
 from tests.support import executable_reader, tpu_compiler
@@ -173,7 +173,11 @@ def test_quick_memory_is_that_of_a_full_plan():
     assert hurried.memory.peak == pytest.approx(plan.memory.peak, rel=0.08)
     assert hurried.memory.arguments == plan.memory.arguments
     assert hurried.memory.donated == plan.memory.donated
-    assert (hurried.collectives, hurried.flops, hurried.work) == (plan.collectives, plan.flops, plan.work)
+    assert (hurried.collectives, hurried.flops, hurried.device_cost) == (
+        plan.collectives,
+        plan.flops,
+        plan.device_cost,
+    )
     assert hurried.roofline() == plan.roofline()
     said = 'memory of each device (quick, as laid out before code is made; only a guide for so little): '
     assert said in str(hurried)
@@ -260,7 +264,7 @@ def test_what_stays_on_the_host():
     plan = quick(over, fun, array(4096, 8192), array(4096, 8192))
     one = 4096 * 8192 * 2 // 8  # bytes of each, on each device
     assert (plan.memory.arguments, plan.memory.host) == (one, one)
-    assert plan.host_moves == HostMoves(to_host=one, from_host=one)
+    assert plan.host_transfers == HostTransfers(to_host=one, from_host=one)
     assert plan.roofline().bottleneck == 'host:out'
     assert '  on the host     8.0 MiB, 8.0 MiB are written there and 8.0 MiB read in one call' in str(plan)
 
@@ -322,7 +326,7 @@ def test_slices_talk_over_the_data_centres_network():
         out_shardings=rule,
     )
     plan = quick(over, step, array(1024, 1024), array(4096, 1024))
-    assert {place.slice for place in plan.places} == {0, 1}
+    assert {position.slice for position in plan.device_positions} == {0, 1}
     parts = plan.roofline().parts
     assert set(parts) >= {'ici:fsdp'} and any(name.startswith('dcn:') for name in parts)
     assert plan.fits
@@ -390,15 +394,15 @@ def test_every_kind_of_chip_has_seconds(name, devices, per_chip):
     assert (plan.devices, plan.memory.limit) == (devices, HARDWARE[name].hbm_bytes)
     assert roofline.peak == devices / per_chip * HARDWARE[name].flops_per_second
     # A cube is closed: https://jax-ml.github.io/scaling-book/tpus, "TPU Networking".
-    lines = {line for row in roofline.communication for line in row.lines}
-    assert lines and all(line.ring for line in lines)
+    segments = {segment for row in roofline.communication for segment in row.segments}
+    assert segments and all(segment.ring for segment in segments)
 
 
 def test_one_device():
     over = helper('v5e:1x1', ('x', 1))
     plan = quick(over, over.sjit(lambda x: x @ x, in_shardings=P()), array(256, 256))
     assert (plan.devices, plan.collectives, plan.fits) == (1, (), True)
-    assert plan.flops == plan.work.flops == 2 * 256**3
+    assert plan.flops == plan.device_cost.flops == 2 * 256**3
 
 
 @pytest.mark.medium

@@ -11,12 +11,12 @@ import jax
 from scalax._planning.compiler.compilation import LIBRARIES
 from scalax._planning.cost.buffers import largest_buffers
 from scalax._planning.cost.collectives import collectives
-from scalax._planning.cost.device_cost import work_of
+from scalax._planning.cost.device_cost import device_cost_of
 from scalax._planning.cost.flops import count_flops, count_model_flops
-from scalax._planning.cost.host_transfers import host_moves
+from scalax._planning.cost.host_transfers import host_transfers
 from scalax._planning.cost.memory import MemoryTables, assigned_memory, read_layout
 from scalax._planning.hardware.specs import HARDWARE
-from scalax._planning.hardware.torus import Place
+from scalax._planning.hardware.torus import DevicePosition
 from scalax._planning.program.hlo import parse
 from scalax._planning.report.make_plan import scheduled
 from scalax.plan import Plan
@@ -86,7 +86,7 @@ def recorded_plan(name: str) -> Plan:
     hosts, each = map(int, size.split('x'))
     hardware = HARDWARE[kind]
     slices = [i // each if hardware.chips_per_slice is None else 0 for i in range(hosts * each)]
-    places = tuple(map(Place, slices))
+    positions = tuple(map(DevicePosition, slices))
     helper = MeshShardingHelper(list(program.mesh.values()), list(program.mesh), devices=jax.devices()[:8])
     step, arguments = program.make(helper)
     jaxpr = step.trace(*arguments).jaxpr
@@ -97,16 +97,16 @@ def recorded_plan(name: str) -> Plan:
         _any_plan(),
         mesh=program.mesh,
         flops=flops.count,
-        flops_counted=flops.counted,
+        flops_exactness=flops.exactness,
         model_flops=count_model_flops(jaxpr),
         platform='gpu',
         device_kind=hardware.device_kinds[0],
-        places=places,
+        device_positions=positions,
         memory=dataclasses.replace(assigned_memory(layout), limit=hardware.hbm_bytes),
-        collectives=collectives(module, program.mesh, places, before, range(8), True),
-        work=work_of(module),
+        collectives=collectives(module, program.mesh, positions, before, range(8), True),
+        device_cost=device_cost_of(module),
         buffers=largest_buffers(layout, module),
-        host_moves=host_moves(module),
+        host_transfers=host_transfers(module),
         flags=tuple(f'--{name}={str(value).lower()}' for name, value in LIBRARIES.items()),
     )
     return dataclasses.replace(plan, schedule=scheduled(plan, module, range(8)))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from scalax._planning.hardware.torus import places_on_torus, route_of, torus_of
+from scalax._planning.hardware.torus import positions_on_torus, route_of, torus_of
 from scalax._planning.time.collective_time import collective_seconds
 
 
@@ -17,8 +17,8 @@ def seconds(kind, whole, hardware, shape, axes):
         axes: those along which the collective runs, such as ``'XY'``.
     """
     mesh = dict(zip('XYZ', shape, strict=False))
-    places = places_on_torus(mesh, mesh, hardware)
-    grid = np.arange(len(places)).reshape(shape)
+    positions = positions_on_torus(mesh, mesh, hardware)
+    grid = np.arange(len(positions)).reshape(shape)
     group = grid[tuple(slice(None) if name in axes else 0 for name in mesh)].reshape(-1)
-    route = route_of([places[i] for i in group], torus_of(places, hardware), axes)
+    route = route_of([positions[i] for i in group], torus_of(positions, hardware), axes)
     return collective_seconds(kind, whole, route, hardware, 1).ici

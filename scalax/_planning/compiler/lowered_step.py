@@ -24,7 +24,7 @@ from scalax._jax.lowered import LoweredArray, arguments_of, results_of, text_of
 from scalax._jax.tracing import compiler_options
 from scalax._planning.compiler.compilation import xla_flags
 from scalax._planning.hardware.specs import Hardware, hardware_of
-from scalax._planning.hardware.torus import Place, places_of
+from scalax._planning.hardware.torus import DevicePosition, positions_of
 from scalax.errors import ArgumentError
 
 
@@ -40,8 +40,9 @@ class LoweredStep:
         kwargs: its keyword arguments.
         traced: the ``jax.stages.Traced``.
         lowered: the ``jax.stages.Lowered``.
-        made_by_user: whether the user's function was jitted already.
-        given_hardware: the numbers of the devices, if they are not those that are known of them.
+        already_jitted: whether the user's function was jitted already.
+        hardware_override: the hardware that the caller passed in place of the known
+            specification of the devices.
     """
 
     name: str
@@ -51,23 +52,23 @@ class LoweredStep:
     kwargs: Mapping[str, Any]
     traced: Any
     lowered: Any
-    made_by_user: bool
-    given_hardware: Hardware | None = None
+    already_jitted: bool
+    hardware_override: Hardware | None = None
 
     @property
     def hardware(self) -> Hardware | None:
         """The hardware that it is planned for, if it is known."""
-        return self.given_hardware or hardware_of(self.mesh.devices.flat[0].device_kind)
+        return self.hardware_override or hardware_of(self.mesh.devices.flat[0].device_kind)
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def device_positions(self) -> tuple[DevicePosition, ...]:
         """The positions of the devices, in the order of the mesh."""
-        return places_of(self.mesh.devices.flat)
+        return positions_of(self.mesh.devices.flat)
 
     @property
     def compiler_options(self) -> dict[str, Any]:
         """Those that the user gave to ``jax.jit`` or ``sjit``."""
-        return compiler_options(self.function, self.args, self.kwargs) if self.made_by_user else {}
+        return compiler_options(self.function, self.args, self.kwargs) if self.already_jitted else {}
 
     @functools.cached_property
     def shardings(self) -> tuple[list[NamedSharding | None], list[NamedSharding | None]]:
@@ -101,7 +102,7 @@ class LoweredStep:
             for device in self.mesh.devices.flat
         ]
         options = repr(sorted(self.compiler_options.items()))
-        compiler = [*xla_flags(), repr(self.given_hardware), options]
+        compiler = [*xla_flags(), repr(self.hardware_override), options]
         return fingerprint(
             [self.name, str(self.mesh.shape), *devices, *compiler, text_of(self.lowered)],
         )
@@ -121,7 +122,8 @@ def lower_step(
         fun: the function.
         args: its arguments.
         kwargs: its keyword arguments.
-        hardware: the numbers of the devices, if they are not those that are known of them.
+        hardware: the hardware that the caller passed in place of the known
+            specification of the devices.
 
     Raises:
         MeshError: the helper was made from an AbstractMesh.

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 from typing import Literal
 
 from scalax._planning.cost.collective_instances import Run
-from scalax._planning.program.counting import Part, part_of
+from scalax._planning.program.counting import Phase, phase_of
 from scalax._planning.program.provenance import is_of_the_partitioner, neighbourhood
 from scalax._spmd.placements.collectives import COLLECTIVE_SCOPE
 
@@ -41,18 +41,18 @@ def reason_of(run: Run, origin: Run | None, reasons: Mapping[int, str], numbers:
     return '' if number is None else reasons.get(number, '')
 
 
-def phase_of(run: Run) -> Part:
+def collective_phase(run: Run) -> Phase:
     """The part of a step that a collective belongs to.
 
     That which moves the state of a loop has no op name. It is part of what is next to it, else of the loop.
     """
     if run.op_name:
-        return part_of(run.op_name)
+        return phase_of(run.op_name)
     visit = run.visit
     near = neighbourhood(run.computation, run.instruction)
-    parts = [visit.part_of(item) for item in near if item.opcode != 'parameter']
+    parts = [visit.phase_of(item) for item in near if item.opcode != 'parameter']
     if visit.caller is not None:
-        parts.append(visit.part_of(visit.caller))
+        parts.append(visit.phase_of(visit.caller))
     return next((part for part in parts if part != 'other'), 'other')
 
 

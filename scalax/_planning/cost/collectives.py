@@ -24,18 +24,18 @@ import numpy as np
 from scalax._planning.cost.collective_causes import (
     Cause,
     cause_of,
+    collective_phase,
     is_scattered,
     number_of,
-    phase_of,
     reason_of,
 )
 from scalax._planning.cost.collective_instances import Kind, Run, RunOnMesh, runs
 from scalax._planning.cost.spmd_provenance import Partitioned
-from scalax._planning.hardware.torus import Network, Place, networks_of
-from scalax._planning.program.counting import Counted, Part, part_of
+from scalax._planning.hardware.torus import DevicePosition, Network, networks_of
+from scalax._planning.program.counting import Exactness, Phase, phase_of
 from scalax._planning.program.hlo import Module
 from scalax._planning.program.module_scopes import ScopeRuns, Scopes
-from scalax._planning.program.phases import StepParts
+from scalax._planning.program.phases import PhaseFinder
 from scalax._planning.program.provenance import (
     Source,
     frame_number,
@@ -65,7 +65,7 @@ class Collective:
         group: the number of devices in each group; fewer than there are along `axes` if a group holds only
             some of them.
         count: how often it runs in a step.
-        counted: how well that is known.
+        exactness: how well that is known.
         bytes: the bytes of the full (gathered) array of one group, in one execution.
         source: the place in the user's program that caused it.
         part: one of the groups, as positions in ``mesh.devices.flat``, if groups are a part of their axes.
@@ -97,7 +97,7 @@ class Collective:
     axes: tuple[str, ...]
     group: int
     count: int
-    counted: Counted
+    exactness: Exactness
     bytes: int
     source: Source
     part: tuple[int, ...] = ()
@@ -105,7 +105,7 @@ class Collective:
     networks: tuple[Network, ...] = ()
     cause: Cause = 'sharding'
     partitioned_as: Literal['', Kind] = ''
-    phase: Part = 'other'
+    phase: Phase = 'other'
     scopes: tuple[ScopeRuns, ...] = ()
     crossing: int = 0
     reason: str = ''
@@ -114,7 +114,7 @@ class Collective:
 def collectives(
     module: Module,
     mesh: Mapping[str, int],
-    places: Sequence[Place] = (),
+    positions: Sequence[DevicePosition] = (),
     partitioned: Module | None = None,
     device_ids: Sequence[int] = (),
     switched: bool = False,
@@ -125,7 +125,7 @@ def collectives(
     Args:
         module: the program to count.
         mesh: mesh axis name -> size, in the order of the mesh.
-        places: the positions of the devices of the mesh, in the order of the mesh.
+        positions: the positions of the devices of the mesh, in the order of the mesh.
         partitioned: the program after SPMD partitioning in the same compilation; None if that is *module*.
         device_ids: the ids of the devices of the mesh.
         switched: whether slices without a torus are nodes, as for `networks_of`.
@@ -134,10 +134,10 @@ def collectives(
     Raises:
         PlanError: a collective is written in an unknown form.
     """
-    devices = _Devices(mesh, places, device_ids, switched)
+    devices = _Devices(mesh, positions, device_ids, switched)
     staying: dict[Collective, int] = {}
     explaining = module if partitioned is None else partitioned
-    parts, scopes, scopes_before = StepParts(module), Scopes(module), Scopes(explaining)
+    parts, scopes, scopes_before = PhaseFinder(module), Scopes(module), Scopes(explaining)
     counts: dict[Collective, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     runs = [each for each in devices.runs(module) if each.group >= 2]
     numbers = {number for each in runs if (number := number_of(each.run)) is not None}
@@ -148,9 +148,9 @@ def collectives(
         origin = run if before is None else before.origin(each, module)
         mover = run if origin is None else origin
         name = users_name(*mover.place, mover.visit.op_name)
-        phase = part_of(name)
+        phase = phase_of(name)
         if phase == 'other':
-            phase = phase_of(run if run.op_name or origin is None else origin)
+            phase = collective_phase(run if run.op_name or origin is None else origin)
             name = run.op_name if '/' in run.op_name or not name else name
         if phase == 'other' and parts.of(run.visit, run.instruction) == 'update':
             phase = 'update'
@@ -173,7 +173,7 @@ def collectives(
         )
         counts[row][scope] += run.visit.count
         staying[row] = max(each.staying, staying.get(row, 0))
-    of_slice = len(places) // len({place.slice for place in places} or [0])
+    of_slice = len(positions) // len({position.slice for position in positions} or [0])
     rows = (
         dataclasses.replace(row, count=times.total(), scopes=tuple(starmap(ScopeRuns, times.items())))
         for row, times in (counts if switched else _whole_permutes(counts, staying, of_slice)).items()
@@ -185,7 +185,7 @@ def seconds_of_runs(
     time: Callable[[Sequence[Collective]], Iterable[float]],
     module: Module,
     mesh: Mapping[str, int],
-    places: Sequence[Place],
+    positions: Sequence[DevicePosition],
     device_ids: Sequence[int],
 ) -> dict[tuple[str, str], tuple[Kind, float]]:
     """What each collective of a program takes, of all its branches, whose devices switches join.
@@ -194,7 +194,7 @@ def seconds_of_runs(
         time: the seconds of one execution of each of some collectives.
         module: the program, and the others as for `collectives`.
         mesh: as for `collectives`.
-        places: as for `collectives`.
+        positions: as for `collectives`.
         device_ids: as for `collectives`.
 
     Returns:
@@ -202,9 +202,9 @@ def seconds_of_runs(
         the seconds of one execution.
     """
     found = {}
-    for each in _Devices(mesh, places, device_ids, True).runs(module, every_branch=True):
+    for each in _Devices(mesh, positions, device_ids, True).runs(module, every_branch=True):
         computation, instruction = each.run.holder
-        once = dataclasses.replace(_uncounted(each), count=1, counted=Counted.EXACTLY)
+        once = dataclasses.replace(_uncounted(each), count=1, exactness=Exactness.EXACT)
         found[computation.name, instruction.name] = once
     rows = [row for row in dict.fromkeys(found.values()) if row.group > 1]  # one device sends nothing
     seconds = dict(zip(rows, time(rows), strict=True))
@@ -218,7 +218,7 @@ def _uncounted(each: RunOnMesh) -> Collective:
         axes=each.axes,
         group=each.group,
         count=0,
-        counted=each.run.visit.counted,
+        exactness=each.run.visit.exactness,
         bytes=each.run.whole_bytes(each.group),
         source=Source(),
         part=each.part,
@@ -265,15 +265,15 @@ class _Devices:
 
     Args:
         mesh: mesh axis name -> size.
-        places: their positions; none if they are not known.
+        positions: their positions; none if they are not known.
         ids: their ids; none if the program does not name them.
         switched: whether slices without a torus are nodes.
     """
 
     def __init__(
-        self, mesh: Mapping[str, int], places: Sequence[Place], ids: Sequence[int], switched: bool
+        self, mesh: Mapping[str, int], positions: Sequence[DevicePosition], ids: Sequence[int], switched: bool
     ) -> None:
-        self._mesh, self._places, self._ids, self._switched = mesh, places, ids, switched
+        self._mesh, self._positions, self._ids, self._switched = mesh, positions, ids, switched
         # Hundreds of collectives of a program have the same groups, of thousands of devices.
         self._known: dict[tuple[object, ...], RunOnMesh] = {}
 
@@ -300,14 +300,14 @@ class _Devices:
             staying, crossing = self._senders(groups)
         elif groups.shape[1] != along:
             group, part = groups.shape[1], tuple(map(int, groups[0]))
-        networks = networks_of(groups, self._places, switched=self._switched)
+        networks = networks_of(groups, self._positions, switched=self._switched)
         return RunOnMesh(run, axes, group, part, networks, crossing, staying)
 
     def _senders(self, pairs: Groups) -> tuple[int, int]:
         """How many devices of one slice send inside of it, and to another, at most."""
-        if not self._places:
+        if not self._positions:
             return 0, 0
-        slices = [[self._places[device].slice for device in pair] for pair in pairs.tolist()]
+        slices = [[self._positions[device].slice for device in pair] for pair in pairs.tolist()]
         inside = collections.Counter(start for start, end in slices if start == end)
         outside = collections.Counter(start for start, end in slices if start != end)
         return max(inside.values(), default=0), max(outside.values(), default=0)
@@ -340,8 +340,8 @@ class _Devices:
         size = math.prod(self._mesh.values())
         if partitions == size:
             return [np.arange(size)]
-        numbers = np.array([place.slice for place in self._places])
+        numbers = np.array([position.slice for position in self._positions])
         slices = [np.flatnonzero(numbers == number) for number in np.unique(numbers)]
-        if not slices or {len(places) for places in slices} != {partitions}:
+        if not slices or {len(members) for members in slices} != {partitions}:
             raise PlanError(f'a program of {partitions} devices is not that of a slice of the mesh')
         return slices

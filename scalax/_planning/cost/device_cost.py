@@ -23,10 +23,17 @@ import numpy as np
 
 from scalax._planning.cost.hbm_traffic import Traffic
 from scalax._planning.program.call_tree import Visit, executed, visits
-from scalax._planning.program.counting import PARTS, Counted, Part, fft_flops, product_flops, window_overlaps
+from scalax._planning.program.counting import (
+    PHASES,
+    Exactness,
+    Phase,
+    fft_flops,
+    product_flops,
+    window_overlaps,
+)
 from scalax._planning.program.hlo import Array, Instruction, Module, integers
-from scalax._planning.program.module_scopes import Scopes, ScopeWork
-from scalax._planning.program.phases import StepParts
+from scalax._planning.program.module_scopes import ScopeCost, Scopes
+from scalax._planning.program.phases import PhaseFinder
 
 # What the compilers for TPUs and GPUs call for kernels; of libraries all but what is counted below.
 _KERNELS = re.compile(
@@ -46,57 +53,61 @@ _OF_CONVOLUTION = {'BackwardInput': (2, 1, 0), 'BackwardFilter': (0, 2, 1)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class DeviceCost:
     """The work of one device in one call.
 
     Attributes:
         flops: the floating-point operations of its matrix products, convolutions and FFTs.
         bytes: the bytes that all of its instructions at least read from its memory and write to it.
-        counted: how well both are known.
-        by_part: the flops of each part that has any: ``'forward'``, ``'backward'``, ``'recomputed'``,
+        exactness: how well both are known.
+        by_phase: the flops of each part that has any: ``'forward'``, ``'backward'``, ``'recomputed'``,
             ``'update'`` for what is computed with the gradients, such as an optimizer's update, and
             ``'other'`` for what is none of these, as in a program without a gradient.
         by_scope: the flops and bytes of each module or named scope, in the order of the program; forward,
             backward and recomputed ones apart.
-        bytes_by_part: the bytes of each part that has any.
+        bytes_by_phase: the bytes of each part that has any.
         kernels: how many kernels run, whose flops are not among these: those of Pallas, and products for
             which the compiler has kernels of its own, such as ragged ones on TPUs.
     """
 
     flops: int = 0
     bytes: int = 0
-    counted: Counted = Counted.EXACTLY
-    by_part: Mapping[Part, int] = dataclasses.field(default_factory=dict)
+    exactness: Exactness = Exactness.EXACT
+    by_phase: Mapping[Phase, int] = dataclasses.field(default_factory=dict)
     kernels: int = 0
-    by_scope: tuple[ScopeWork, ...] = ()
-    bytes_by_part: Mapping[Part, int] = dataclasses.field(default_factory=dict)
+    by_scope: tuple[ScopeCost, ...] = ()
+    bytes_by_phase: Mapping[Phase, int] = dataclasses.field(default_factory=dict)
 
 
-def work_of(module: Module) -> Work:
+def device_cost_of(module: Module) -> DeviceCost:
     """The work of one device when it runs a program.
 
     Args:
         module: the program after partitioning; optimized, if it is to count what runs.
     """
-    scopes, parts, traffic = Scopes(module), StepParts(module), Traffic(module)
-    counted = Counted.EXACTLY
-    rows: dict[tuple[str, Part], list[int]] = collections.defaultdict(lambda: [0, 0])
+    scopes, phases, traffic = Scopes(module), PhaseFinder(module), Traffic(module)
+    exactness = Exactness.EXACT
+    rows: dict[tuple[str, Phase], list[int]] = collections.defaultdict(lambda: [0, 0])
     for place, measure in enumerate((flops_of, traffic.bytes_of)):
         for visit, instruction, amount in executed(module, measure):
             named = named_in(module, instruction)
             scope = scopes.of(visit.op_name(named) or visit.scope, named.frame)
-            rows[scope, parts.of(visit, instruction)][place] += amount
-            counted = counted.along(visit.counted).along(_known(instruction))
+            rows[scope, phases.of(visit, instruction)][place] += amount
+            exactness = exactness.combine(visit.exactness).combine(_known(instruction))
     if not module.scheduled:
-        _add_boundary(rows, module, traffic, parts)
-    by_scope = tuple(ScopeWork(*key, *amounts) for key, amounts in rows.items())
-    by_part, bytes_by_part = (
-        {part: total for part in PARTS if (total := sum(of(row) for row in by_scope if row.part == part))}
+        _add_boundary(rows, module, traffic, phases)
+    by_scope = tuple(ScopeCost(*key, *amounts) for key, amounts in rows.items())
+    by_phase, bytes_by_phase = (
+        {
+            phase: total
+            for phase in PHASES
+            if (total := sum(of(row) for row in by_scope if row.phase == phase))
+        }
         for of in (operator.attrgetter('flops'), operator.attrgetter('bytes'))
     )
     kernels = sum(count for _, _, count in executed(module, lambda _, instruction: _is_kernel(instruction)))
-    flops, moved = sum(by_part.values()), sum(bytes_by_part.values())
-    return Work(flops, moved, counted, by_part, kernels, by_scope, bytes_by_part)
+    flops, moved = sum(by_phase.values()), sum(bytes_by_phase.values())
+    return DeviceCost(flops, moved, exactness, by_phase, kernels, by_scope, bytes_by_phase)
 
 
 def named_in(module: Module, instruction: Instruction) -> Instruction:
@@ -108,20 +119,22 @@ def named_in(module: Module, instruction: Instruction) -> Instruction:
 
 
 def _add_boundary(
-    rows: dict[tuple[str, Part], list[int]], module: Module, traffic: Traffic, parts: StepParts
+    rows: dict[tuple[str, Phase], list[int]], module: Module, traffic: Traffic, phases: PhaseFinder
 ) -> None:
     """Adds the bytes that reading arguments and writing results takes beyond what products move."""
-    names: dict[Part, set[tuple[str, str]]] = collections.defaultdict(set)
+    names: dict[Phase, set[tuple[str, str]]] = collections.defaultdict(set)
     for visit in visits(module):
         for each in visit.computation.instructions.values():
-            names[parts.of(visit, each)].add((visit.computation.name, each.name))
-    first: Part = 'forward' if 'backward' in names else 'other'
+            names[phases.of(visit, each)].add((visit.computation.name, each.name))
+    first: Phase = 'forward' if 'backward' in names else 'other'
     # What the update reads too may be read once.
     of_update, of_all = traffic.boundary(names['update']), traffic.boundary(set().union(*names.values()))
-    for part, moved in ((first, of_all - of_update), ('update', of_update)):
-        known = sum(amounts[1] for (_, of), amounts in rows.items() if (of == 'update') == (part == 'update'))
+    for phase, moved in ((first, of_all - of_update), ('update', of_update)):
+        known = sum(
+            amounts[1] for (_, of), amounts in rows.items() if (of == 'update') == (phase == 'update')
+        )
         if moved > known:
-            rows['', part][1] += moved - known
+            rows['', phase][1] += moved - known
 
 
 def _is_kernel(instruction: Instruction) -> bool:
@@ -180,13 +193,13 @@ def _attention(instruction: Instruction, operands: list[Array], backward: bool) 
     return 2 * pairs * ((3 * queried + 2 * returned) if backward else queried + returned)
 
 
-def _known(instruction: Instruction) -> Counted:
+def _known(instruction: Instruction) -> Exactness:
     """How well the operations of an instruction are known: of attention to rows of other lengths, at most."""
     if instruction.opcode != 'custom-call' or not _ATTENTION.search(instruction.attributes):
-        return Counted.EXACTLY
+        return Exactness.EXACT
     mask = _MASK.search(instruction.attributes)
     known = mask is not None and mask[1] in ('NO_MASK', 'CAUSAL')
-    return Counted.EXACTLY if known and not _PACKED.search(instruction.attributes) else Counted.AT_MOST
+    return Exactness.EXACT if known and not _PACKED.search(instruction.attributes) else Exactness.AT_MOST
 
 
 def _convolution(instruction: Instruction, operands: list[Array]) -> int:

@@ -26,11 +26,11 @@ from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jaxpr.dim_rules import dims_of, multiplications
 from scalax._jaxpr.static_integers import Integers, Values
 from scalax._planning.program.counting import (
-    PARTS,
-    Counted,
-    Part,
+    PHASES,
+    Exactness,
+    Phase,
     fft_flops,
-    part_of,
+    phase_of,
     product_flops,
     window_overlaps,
 )
@@ -57,40 +57,40 @@ class Flops:
 
     Attributes:
         count: the operations of matrix products, convolutions and FFTs.
-        counted: how well that is known: AT_LEAST if the length of a loop depends on data, or if something
+        exactness: how well that is known: AT_LEAST if the length of a loop depends on data, or if something
             runs whose operations cannot be counted; AT_MOST if branches differ (the largest counts), or if
             a loop may end before its counter does.
-        by_part: the operations of each part of a step that has any, which `part_of` explains. Two counts
+        by_phase: the operations of each part of a step that has any, which `phase_of` explains. Two counts
             are equal, whatever their parts.
     """
 
     count: int
-    counted: Counted = Counted.EXACTLY
-    by_part: Mapping[Part, int] = dataclasses.field(default_factory=dict, compare=False)
+    exactness: Exactness = Exactness.EXACT
+    by_phase: Mapping[Phase, int] = dataclasses.field(default_factory=dict, compare=False)
 
     def __add__(self, other: Flops) -> Flops:
         # Zero is exact, even if the number of executions is not known.
-        mine, theirs = (Counted.EXACTLY if part._is_none else part.counted for part in (self, other))
-        parts = Counter(self.by_part) + Counter(other.by_part)
-        return Flops(self.count + other.count, mine.along(theirs), parts)
+        mine, theirs = (Exactness.EXACT if part._is_none else part.exactness for part in (self, other))
+        parts = Counter(self.by_phase) + Counter(other.by_phase)
+        return Flops(self.count + other.count, mine.combine(theirs), parts)
 
-    def times(self, count: int, counted: Counted = Counted.EXACTLY) -> Flops:
+    def times(self, count: int, exactness: Exactness = Exactness.EXACT) -> Flops:
         """The operations of *count* executions."""
         if not count or self._is_none:
             return _NONE
-        parts = {part: many * count for part, many in self.by_part.items()}
-        return Flops(self.count * count, self.counted.along(counted), parts)
+        parts = {part: many * count for part, many in self.by_phase.items()}
+        return Flops(self.count * count, self.exactness.combine(exactness), parts)
 
-    def within(self, scope: Part) -> Flops:
+    def within(self, scope: Phase) -> Flops:
         """The same operations in a scope that belongs to a part of a step."""
-        parts = Counter[Part]()
-        for part, many in self.by_part.items():
-            parts[max(scope, part, key=PARTS.index)] += many  # the innermost
-        return dataclasses.replace(self, by_part=parts)
+        parts = Counter[Phase]()
+        for part, many in self.by_phase.items():
+            parts[max(scope, part, key=PHASES.index)] += many  # the innermost
+        return dataclasses.replace(self, by_phase=parts)
 
     @property
     def _is_none(self) -> bool:
-        return not self.count and self.counted in (Counted.EXACTLY, Counted.AT_MOST)
+        return not self.count and self.exactness in (Exactness.EXACT, Exactness.AT_MOST)
 
 
 _NONE = Flops(0)
@@ -137,14 +137,14 @@ def count_model_flops(jaxpr: ClosedJaxpr) -> int | None:
         (7, 5)
     """
     found = count_flops(jaxpr)
-    if found.counted not in (Counted.EXACTLY, Counted.AT_MOST):
+    if found.exactness not in (Exactness.EXACT, Exactness.AT_MOST):
         return None
-    backward = found.by_part.get('backward', 0)
+    backward = found.by_phase.get('backward', 0)
     if not backward:
         return found.count or None
     # If nobody needs the loss itself, what is computed "again" may be computed for the first time: then the
     # operations of the forward pass are there, and are not used.
-    return backward + _Counter(keep_all=True).all_of(jaxpr.jaxpr).by_part.get('forward', 0)
+    return backward + _Counter(keep_all=True).all_of(jaxpr.jaxpr).by_phase.get('forward', 0)
 
 
 def count_flops_of(equation: Any) -> int:
@@ -174,7 +174,7 @@ class _Counter:
             wanted = tuple(id(var) in used for var in equation.outvars)
             if self._keep_all or any(wanted) or equation.effects:
                 flops, needed = self._equation(equation, wanted, jaxpr)
-                total += flops.within(part_of(equations.name_stack(equation)))
+                total += flops.within(phase_of(equations.name_stack(equation)))
                 used |= {id(var) for var, need in zip(equation.invars, needed, strict=True) if need}
         return total, tuple(id(var) in used for var in jaxpr.invars)
 
@@ -182,12 +182,12 @@ class _Counter:
         name, every = primitive_name(equation), (True,) * len(equation.invars)
         inner = list(equations.jaxprs_in(equation))
         if name in _UNCOUNTED:
-            return Flops(0, Counted.AT_LEAST), every
+            return Flops(0, Exactness.AT_LEAST), every
         if name in kernels.ATTENTION:
             return _attention(equation, 'bwd' in name), every
         if not inner:
             count = _FLOPS_OF[name](equation) if name in _FLOPS_OF else 0
-            return Flops(count, by_part={'other': count} if count else {}), every
+            return Flops(count, by_phase={'other': count} if count else {}), every
         if name == 'scan':
             return self._scan(equation, live)
         if name == 'while':
@@ -200,13 +200,13 @@ class _Counter:
             grid, once = kernels.grid(equation), self.all_of(kernels.kernel_jaxpr(equation))
             if all(isinstance(size, int) for size in grid):
                 return once.times(math.prod(grid)), every
-            return once.times(1, Counted.AT_LEAST), every
+            return once.times(1, Exactness.AT_LEAST), every
         flops = sum(map(self.all_of, inner), _NONE)
         if name.startswith(_REDUCERS):
             return flops, every
         # An unknown primitive runs its jaxprs an unknown number of times; a single one at least once.
-        counted = Counted.AT_LEAST if len(inner) == 1 else Counted.UNKNOWN
-        return flops.times(1, counted), every
+        exactness = Exactness.AT_LEAST if len(inner) == 1 else Exactness.APPROXIMATE
+        return flops.times(1, exactness), every
 
     def all_of(self, jaxpr: Jaxpr) -> Flops:
         """The operations for all results."""
@@ -246,10 +246,10 @@ class _Counter:
         largest = max((flops for flops, _ in found), key=lambda flops: flops.count)
         same = len({flops for flops, _ in found}) == 1
         needed = (True, *map(any, zip(*(needs for _, needs in found), strict=True)))
-        return largest.times(1, Counted.EXACTLY if same else Counted.AT_MOST), needed
+        return largest.times(1, Exactness.EXACT if same else Exactness.AT_MOST), needed
 
 
-def rounds_of_while(equation: Any, outside: Any = None) -> tuple[int, Counted]:
+def rounds_of_while(equation: Any, outside: Any = None) -> tuple[int, Exactness]:
     """How often the body of a ``while`` equation runs, and how well that is known.
 
     (``jax.lax.fori_loop`` over Python integers is a scan, whose length is known.)
@@ -262,7 +262,7 @@ def rounds_of_while(equation: Any, outside: Any = None) -> tuple[int, Counted]:
         >>> import jax
         >>> loop = lambda x: jax.lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 2, c[1]), (1, x))
         >>> [rounds_of_while(equation) for equation in jax.jit(loop).trace(0.0).jaxpr.eqns]
-        [(4, <Counted.EXACTLY: 'exactly'>)]
+        [(4, <Exactness.EXACT: 'exact'>)]
     """
     loop, around = loop_of(equation), Integers(outside)
     asked, body = opened(loop.test), opened(loop.body)
@@ -288,10 +288,10 @@ def _attention(equation: Any, backward: bool) -> Flops:
     """
     pairs, of_keys, of_values = kernels.attention_sizes(equation)
     scores, mixed = product_flops(pairs * of_keys, False), product_flops(pairs * of_values, False)
-    parts: dict[Part, int] = {'other': scores + mixed}
+    parts: dict[Phase, int] = {'other': scores + mixed}
     if backward:
         parts = {'other': 2 * (scores + mixed), 'recomputed': scores}
-    return Flops(sum(parts.values()), by_part=parts)
+    return Flops(sum(parts.values()), by_phase=parts)
 
 
 def _dot(equation: Any) -> int:

@@ -10,42 +10,42 @@ import dataclasses
 import itertools
 
 from scalax._planning.program.call_tree import Visit, executed
-from scalax._planning.program.counting import Counted
+from scalax._planning.program.counting import Exactness
 from scalax._planning.program.hlo import HOST, Computation, Instruction, Module
 
 
 @dataclasses.dataclass(frozen=True)
-class HostMoves:
+class HostTransfers:
     """The bytes that one device and its host exchange in one call.
 
     Attributes:
         to_host: those that the device writes to the memory of the host.
         from_host: those that it reads there.
-        counted: how well both are known: at least, if an operation moves something in an unknown way.
+        exactness: how well both are known: at least, if an operation moves something in an unknown way.
     """
 
     to_host: int = 0
     from_host: int = 0
-    counted: Counted = Counted.EXACTLY
+    exactness: Exactness = Exactness.EXACT
 
 
-def host_moves(module: Module) -> HostMoves:
+def host_transfers(module: Module) -> HostTransfers:
     """What a program moves to and from the host.
 
     Args:
         module: the program after all optimizations, whose arrays have places.
     """
     sent = read = 0
-    counted = Counted.EXACTLY
+    exactness = Exactness.EXACT
     for visit, instruction, moved in executed(module, host_bytes):
         if instruction.arrays[0].space == HOST:
             sent += moved
         else:
             read += moved
-        counted = counted.along(visit.counted)
+        exactness = exactness.combine(visit.exactness)
     if any(itertools.starmap(_is_unknown, module.instructions())):
-        counted = counted.along(Counted.AT_LEAST)
-    return HostMoves(sent, read, counted)
+        exactness = exactness.combine(Exactness.AT_LEAST)
+    return HostTransfers(sent, read, exactness)
 
 
 # Operations that move nothing themselves: they hold arrays of both sides, or what moves is inside of them.

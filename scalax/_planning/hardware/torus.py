@@ -27,7 +27,7 @@ NETWORKS: tuple[Network, ...] = get_args(Network)
 _DIRECTIONS = 'xyz'
 
 
-class Place(NamedTuple):
+class DevicePosition(NamedTuple):
     """The position of one device.
 
     Attributes:
@@ -42,50 +42,55 @@ class Place(NamedTuple):
     core: int = 0
 
 
-def places_of(devices: Iterable[Any]) -> tuple[Place, ...]:
+def positions_of(devices: Iterable[Any]) -> tuple[DevicePosition, ...]:
     """The positions that devices report, in their order."""
-    return tuple(map(_place, devices))
+    return tuple(map(_position, devices))
 
 
-def _place(device: Any) -> Place:
+def _position(device: Any) -> DevicePosition:
     coords, index = coords_of(device), slice_of(device)
     # TPUs of a single slice may have no index; GPUs and CPUs have none, and count as one slice a host.
     if index is None:
         index = 0 if coords else device.process_index
-    return Place(index, coords, core_of(device))
+    return DevicePosition(index, coords, core_of(device))
 
 
-def networks_of(groups: Groups, places: Sequence[Place], *, switched: bool = False) -> tuple[Network, ...]:
+def networks_of(
+    groups: Groups, positions: Sequence[DevicePosition], *, switched: bool = False
+) -> tuple[Network, ...]:
     """The networks that groups need: 'ici' between chips, 'dcn' between slices, 'chip' inside a chip.
 
     Args:
-        groups: one row a group, of indices into *places*.
-        places: the positions of the devices of the mesh, in the order of the mesh.
+        groups: one row a group, of indices into *positions*.
+        positions: the positions of the devices of the mesh, in the order of the mesh.
         switched: whether slices without a torus are nodes, whose devices are joined all the same.
 
     Returns:
         Every network that some group needs; none if nothing is known to join the devices.
 
     Example:
-        >>> places = [Place(slice, (x,)) for slice in range(2) for x in range(2)]
-        >>> networks_of(np.array([[0, 2], [1, 3]]), places), networks_of(np.array([[0, 1, 2, 3]]), places)
+        >>> positions = [DevicePosition(slice, (x,)) for slice in range(2) for x in range(2)]
+        >>> (
+        ...     networks_of(np.array([[0, 2], [1, 3]]), positions),
+        ...     networks_of(np.array([[0, 1, 2, 3]]), positions),
+        ... )
         (('dcn',), ('ici', 'dcn'))
     """
-    if not places or not (switched or all(place.coords for place in places)):
+    if not positions or not (switched or all(position.coords for position in positions)):
         return ()
     used: set[Network] = set()
     for group in groups.tolist():
         slices: dict[int, list[tuple[int, ...]]] = collections.defaultdict(list)
         for device in group:
-            slices[places[device].slice].append(places[device].coords or (device,))
+            slices[positions[device].slice].append(positions[device].coords or (device,))
         used |= {'dcn'} if len(slices) > 1 else set()
         used |= {'ici' if len({*chips}) > 1 else 'chip' for chips in slices.values() if len(chips) > 1}
     return tuple(network for network in NETWORKS if network in used)
 
 
-def places_on_torus(
+def positions_on_torus(
     torus: Mapping[str, int | Sequence[int]], mesh: Mapping[str, int], hardware: Hardware
-) -> tuple[Place, ...]:
+) -> tuple[DevicePosition, ...]:
     """The positions of devices if each mesh axis has its own axes of the torus, and each device is a chip.
 
     Args:
@@ -99,8 +104,8 @@ def places_on_torus(
 
     Example:
         >>> from scalax._planning.hardware.specs import HARDWARE
-        >>> places_on_torus({'tp': 2}, {'data': 2, 'tp': 2}, HARDWARE['v5e'])[1:3]
-        (Place(slice=0, coords=(1, 0), core=0), Place(slice=1, coords=(0, 0), core=0))
+        >>> positions_on_torus({'tp': 2}, {'data': 2, 'tp': 2}, HARDWARE['v5e'])[1:3]
+        (DevicePosition(slice=0, coords=(1, 0), core=0), DevicePosition(slice=1, coords=(0, 0), core=0))
     """
     [dimensions] = numbers_of(hardware, 'torus_axes', for_='torus=')
     lengths = {name: (value,) if isinstance(value, int) else tuple(value) for name, value in torus.items()}
@@ -118,35 +123,39 @@ def places_on_torus(
     if used > dimensions:
         raise PlanError(f'torus= uses {used} axes, but the torus of {hardware.name!r} has {dimensions}')
     slices = {name: size for name, size in mesh.items() if name not in lengths}
-    places = []
+    positions = []
     for index in np.ndindex(tuple(mesh.values())):
         at = dict(zip(mesh, index, strict=True))
         coords = [int(i) for name, wanted in lengths.items() for i in np.unravel_index(at[name], wanted)]
         across = 0
         for name, size in slices.items():
             across = across * size + at[name]
-        places.append(Place(across, (*coords, *(0,) * (dimensions - used))))
-    return tuple(places)
+        positions.append(DevicePosition(across, (*coords, *(0,) * (dimensions - used))))
+    return tuple(positions)
 
 
-def places_in_nodes(places: Sequence[Place], hardware: Hardware) -> tuple[Place, ...]:
+def positions_in_nodes(positions: Sequence[DevicePosition], hardware: Hardware) -> tuple[DevicePosition, ...]:
     """The positions of simulated devices if they stand for hardware in nodes: these are filled in order.
 
     Others stay as they are: those of hardware with a torus, or in a torus, or in several processes.
 
     Example:
         >>> from scalax._planning.hardware.specs import HARDWARE
-        >>> [place.slice for place in places_in_nodes([Place(0)] * 10, HARDWARE['h100'])]
+        >>> [position.slice for position in positions_in_nodes([DevicePosition(0)] * 10, HARDWARE['h100'])]
         [0, 0, 0, 0, 0, 0, 0, 0, 1, 1]
     """
     each = hardware.chips_per_slice or hardware.chips_per_host
-    if hardware.torus_axes != 0 or each is None or any(place != Place(0) for place in places):
-        return tuple(places)
-    return tuple(Place(i // each) for i in range(len(places)))
+    if (
+        hardware.torus_axes != 0
+        or each is None
+        or any(position != DevicePosition(0) for position in positions)
+    ):
+        return tuple(positions)
+    return tuple(DevicePosition(i // each) for i in range(len(positions)))
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Line:
+class TorusSegment:
     """Chips along one axis of the torus.
 
     Attributes:
@@ -173,16 +182,16 @@ class Line:
         return self.stride * (self.length / 2 if self.ring else self.length - 1)
 
 
-def line_text(line: Line) -> str:
+def segment_text(segment: TorusSegment) -> str:
     """Where chips are along an axis of the torus.
 
     Example:
-        >>> line_text(Line(0, 4, True)), line_text(Line(2, 4, False, 2))
+        >>> segment_text(TorusSegment(0, 4, True)), segment_text(TorusSegment(2, 4, False, 2))
         ('ring of 4 along x', 'line of 4 along z, 2 links apart')
     """
-    apart = f', {line.stride} links apart' if line.stride > 1 else ''
-    direction = _DIRECTIONS[line.axis] if line.axis < len(_DIRECTIONS) else f'axis {line.axis}'
-    return f'{"ring" if line.ring else "line"} of {line.length} along {direction}{apart}'
+    apart = f', {segment.stride} links apart' if segment.stride > 1 else ''
+    direction = _DIRECTIONS[segment.axis] if segment.axis < len(_DIRECTIONS) else f'axis {segment.axis}'
+    return f'{"ring" if segment.ring else "line"} of {segment.length} along {direction}{apart}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,15 +202,16 @@ class Route:
         slices: the number of slices.
         devices: the number of its devices in each slice.
         chips: the number of chips that these are on.
-        lines: the axes of the torus along which these chips are.
-        crowd: the number of groups that share the links, because they share chips or a box of the torus.
+        segments: the axes of the torus along which these chips are.
+        groups_sharing_links: the number of groups that use the same links, because they
+            share chips or a box of the torus.
     """
 
     slices: int
     devices: int
     chips: int
-    lines: tuple[Line, ...]
-    crowd: int = 1
+    segments: tuple[TorusSegment, ...]
+    groups_sharing_links: int = 1
 
     @property
     def size(self) -> int:
@@ -224,13 +234,13 @@ class Torus:
     rings: tuple[bool, ...]
 
 
-def torus_of(places: Sequence[Place], hardware: Hardware) -> Torus:
+def torus_of(positions: Sequence[DevicePosition], hardware: Hardware) -> Torus:
     """The torus of the slices that devices fill.
 
     Raises:
         PlanError: it has more axes than the torus of the hardware, or a number of the hardware is unknown.
     """
-    coords = [place.coords for place in places]
+    coords = [position.coords for position in positions]
     extents = tuple(max(axis) - min(axis) + 1 for axis in zip(*coords, strict=True))
     long = sum(extent > 1 for extent in extents)
     if hardware.torus_axes is not None and long > hardware.torus_axes:
@@ -244,17 +254,17 @@ def torus_of(places: Sequence[Place], hardware: Hardware) -> Torus:
     if hardware.ring_needs_all:
         closed = (all(closed),) * len(extents)
     rings = tuple(extent > 1 and ring for extent, ring in zip(extents, closed, strict=True))
-    return Torus(extents, devices_per_chip(places, hardware), rings)
+    return Torus(extents, devices_per_chip(positions, hardware), rings)
 
 
-def devices_per_chip(places: Sequence[Place], hardware: Hardware) -> int:
+def devices_per_chip(positions: Sequence[DevicePosition], hardware: Hardware) -> int:
     """The number that the devices report, else that of the hardware, else one."""
-    if any(place.coords for place in places):
-        return max(collections.Counter((place.slice, place.coords) for place in places).values())
+    if any(position.coords for position in positions):
+        return max(collections.Counter((position.slice, position.coords) for position in positions).values())
     return hardware.devices_per_chip or 1
 
 
-def route_of(group: Sequence[Place], torus: Torus, along: str) -> Route:
+def route_of(group: Sequence[DevicePosition], torus: Torus, along: str) -> Route:
     """The links that join the devices of one group.
 
     Args:
@@ -266,13 +276,13 @@ def route_of(group: Sequence[Place], torus: Torus, along: str) -> Route:
         PlanError: the positions differ from slice to slice, or some chips have more devices than others.
 
     Example:
-        >>> places = [Place(0, (x, y)) for x in range(16) for y in range(4)]
-        >>> route_of(places[::4], Torus((16, 4), 1, (True, False)), 'data').lines
-        (Line(axis=0, length=16, ring=True, stride=1),)
+        >>> positions = [DevicePosition(0, (x, y)) for x in range(16) for y in range(4)]
+        >>> route_of(positions[::4], Torus((16, 4), 1, (True, False)), 'data').segments
+        (TorusSegment(axis=0, length=16, ring=True, stride=1),)
     """
-    slices: dict[int, list[Place]] = {}
-    for place in group:
-        slices.setdefault(place.slice, []).append(place)
+    slices: dict[int, list[DevicePosition]] = {}
+    for position in group:
+        slices.setdefault(position.slice, []).append(position)
     routes = {_route_in_slice(members, torus, along) for members in slices.values()}
     if len(routes) > 1:
         raise PlanError(
@@ -281,31 +291,43 @@ def route_of(group: Sequence[Place], torus: Torus, along: str) -> Route:
     return dataclasses.replace(routes.pop(), slices=len(slices))
 
 
-def _route_in_slice(members: Sequence[Place], torus: Torus, along: str) -> Route:
+def _route_in_slice(members: Sequence[DevicePosition], torus: Torus, along: str) -> Route:
     """The links that join the members of a group in one slice."""
     if not torus.extents:
         return Route(1, len(members), len(members), ())
-    chips = {place.coords for place in members}
+    chips = {position.coords for position in members}
     cores, rest = divmod(len(members), len(chips))
     if rest:
         raise PlanError(
             f'some chips have one device along {along}, others {cores + 1}: '
             'the time of their collectives is not known'
         )
-    crowd = torus.devices_per_chip // cores
-    along_each: list[Sequence[int]] = [sorted(set(places)) for places in zip(*chips, strict=True)]
-    strides = [{after - before for before, after in itertools.pairwise(places)} for places in along_each]
+    groups_sharing_links = torus.devices_per_chip // cores
+    coordinates_by_axis: list[Sequence[int]] = [
+        sorted(set(coordinates)) for coordinates in zip(*chips, strict=True)
+    ]
+    strides = [
+        {after - before for before, after in itertools.pairwise(coordinates)}
+        for coordinates in coordinates_by_axis
+    ]
     even = all(len(steps) <= 1 for steps in strides)
-    if not even or math.prod(map(len, along_each)) != len(chips):
+    if not even or math.prod(map(len, coordinates_by_axis)) != len(chips):
         # Other groups in this box use its links, too.
-        along_each = [range(places[0], places[-1] + 1) for places in along_each]
-        strides = [{1}] * len(along_each)
-        crowd *= -(-math.prod(map(len, along_each)) // len(chips))
-    lines = (
-        Line(axis, len(places), torus.rings[axis] and len(places) * stride == torus.extents[axis], stride)
-        for axis, (places, (stride, *_)) in enumerate(
-            zip(along_each, (steps or {1} for steps in strides), strict=True)
+        coordinates_by_axis = [
+            range(coordinates[0], coordinates[-1] + 1) for coordinates in coordinates_by_axis
+        ]
+        strides = [{1}] * len(coordinates_by_axis)
+        groups_sharing_links *= -(-math.prod(map(len, coordinates_by_axis)) // len(chips))
+    segments = (
+        TorusSegment(
+            axis,
+            len(coordinates),
+            torus.rings[axis] and len(coordinates) * stride == torus.extents[axis],
+            stride,
         )
-        if len(places) > 1
+        for axis, (coordinates, (stride, *_)) in enumerate(
+            zip(coordinates_by_axis, (steps or {1} for steps in strides), strict=True)
+        )
+        if len(coordinates) > 1
     )
-    return Route(1, len(members), len(chips), tuple(lines), crowd)
+    return Route(1, len(members), len(chips), tuple(segments), groups_sharing_links)

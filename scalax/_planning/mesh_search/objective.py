@@ -31,7 +31,7 @@ def seconds_of(plan: PlanData) -> StepTime:
     if plan.hardware is not None:
         return StepTime(math.inf, math.inf)
     moved = sum(row.count * row.bytes for row in plan.collectives)
-    parts = [plan.work.flops / _FLOPS, plan.work.bytes / _MEMORY, moved / _LINK]
+    parts = [plan.device_cost.flops / _FLOPS, plan.device_cost.bytes / _MEMORY, moved / _LINK]
     return StepTime(max(parts), sum(parts))
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from scalax._jaxpr.static_integers import OPERATIONS, Values, computed
-from scalax._planning.program.counting import Counted, Part, part_of
+from scalax._planning.program.counting import Exactness, Phase, phase_of
 from scalax._planning.program.hlo import Computation, Instruction, Module
 from scalax._planning.program.trip_count import State, solved_rounds
 
@@ -33,7 +33,7 @@ class Visit:
     Attributes:
         computation: the computation.
         count: how often it runs there.
-        counted: how well that is known.
+        exactness: how well that is known.
         caller: the instruction that calls it; None for the entry.
         parent: the visit of the computation of that instruction.
         scope: the `op_name` of the calls that it is inside of, to which its own op names are relative.
@@ -41,7 +41,7 @@ class Visit:
 
     computation: Computation
     count: int
-    counted: Counted
+    exactness: Exactness
     caller: Instruction | None = None
     parent: Visit | None = None
     scope: str = ''
@@ -55,9 +55,9 @@ class Visit:
         whole = not own or not self.scope or f'{own}/'.startswith(f'{self.scope}/')
         return own if whole else f'{self.scope}/{own}'
 
-    def part_of(self, instruction: Instruction) -> Part:
+    def phase_of(self, instruction: Instruction) -> Phase:
         """The part of a step that an instruction belongs to."""
-        return part_of(self.op_name(instruction) or self.scope)
+        return phase_of(self.op_name(instruction) or self.scope)
 
 
 Measure = Callable[[Visit, Instruction], int]
@@ -74,7 +74,7 @@ def visits(module: Module, measure: Measure | None = None) -> Iterator[Visit]:
             a measure of its own, so one branch may count for flops, and another for collectives. By default
             all branches come, each of which runs at most so often.
     """
-    return _visits(module, measure, Visit(module.computations[module.entry], 1, Counted.EXACTLY))
+    return _visits(module, measure, Visit(module.computations[module.entry], 1, Exactness.EXACT))
 
 
 def executed(module: Module, measure: Measure) -> Iterator[tuple[Visit, Instruction, int]]:
@@ -96,8 +96,8 @@ def _visits(module: Module, measure: Measure | None, visit: Visit) -> Iterator[V
         # A fusion has the name of one of its instructions, which may be of another part than the others.
         scope = visit.op_name(instruction) if instruction.opcode == 'call' else ''
         called = []
-        for computation, count, counted in _calls(module, visit.computation, instruction):
-            known = visit.counted.along(counted)
+        for computation, count, exactness in _calls(module, visit.computation, instruction):
+            known = visit.exactness.combine(exactness)
             inside = Visit(computation, visit.count * count, known, instruction, visit, scope or visit.scope)
             called.append([*_visits(module, measure, inside)] if count else [])
         if instruction.opcode == 'conditional':
@@ -120,14 +120,14 @@ def _counting(branches: list[list[Visit]], measure: Measure | None) -> list[list
         if len(set(sums)) == 1:
             return branches
     return [
-        [dataclasses.replace(visit, counted=visit.counted.along(Counted.AT_MOST)) for visit in branch]
+        [dataclasses.replace(visit, exactness=visit.exactness.combine(Exactness.AT_MOST)) for visit in branch]
         for branch in branches
     ]
 
 
 def _calls(
     module: Module, outside: Computation, instruction: Instruction
-) -> Iterator[tuple[Computation, int, Counted]]:
+) -> Iterator[tuple[Computation, int, Exactness]]:
     """What an instruction calls: (computation, how often, how well that is known)."""
     if instruction.opcode == 'while':
         rounds, known = _trip_count(module, outside, instruction)
@@ -135,17 +135,17 @@ def _calls(
         # The condition runs once more than the body.
         yield from ((test, rounds + 1, known) for test in module.called(instruction, 'condition'))
     else:
-        known = Counted.UNKNOWN if instruction.opcode == 'custom-call' else Counted.EXACTLY
+        known = Exactness.APPROXIMATE if instruction.opcode == 'custom-call' else Exactness.EXACT
         yield from ((computation, 1, known) for computation in module.calls(instruction))
 
 
-def _trip_count(module: Module, outside: Computation, loop: Instruction) -> tuple[int, Counted]:
+def _trip_count(module: Module, outside: Computation, loop: Instruction) -> tuple[int, Exactness]:
     """How often the body of a loop runs, and how well that is known.
 
     XLA writes it down (``known_trip_count``) late, and not on every platform.
     """
     if written := _TRIP_COUNT.search(loop.attributes):
-        return int(written[1]), Counted.EXACTLY
+        return int(written[1]), Exactness.EXACT
     [condition], [body] = module.called(loop, 'condition'), module.called(loop, 'body')
     scalars = [place for place, array in enumerate(loop.arrays) if not array.dims]
 
@@ -162,7 +162,7 @@ def _trip_count(module: Module, outside: Computation, loop: Instruction) -> tupl
     start = elements(Integers(module, outside), loop.operands[0])
     rounds = _rounds_of_a_range(module, condition, body, start)
     if rounds is not None:
-        return rounds, Counted.EXACTLY
+        return rounds, Exactness.EXACT
     return solved_rounds(
         start,
         lambda state: integers(condition, state).values(condition.root),

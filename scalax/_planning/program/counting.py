@@ -11,37 +11,37 @@ from typing import Literal, get_args
 import numpy as np
 
 
-class Counted(enum.Enum):
+class Exactness(enum.Enum):
     """How well a number of executions is known.
 
     AT_LEAST: inside a loop whose length depends on data, counted as one round. AT_MOST: inside the largest of
-    several branches, in a loop that may end early, or for rows whose lengths are data. UNKNOWN: both.
+    several branches, in a loop that may end early, or for rows whose lengths are data. APPROXIMATE: both.
     """
 
-    EXACTLY = 'exactly'
+    EXACT = 'exact'
     AT_LEAST = 'at least'
     AT_MOST = 'at most'
-    UNKNOWN = 'about'
+    APPROXIMATE = 'about'
 
-    def along(self, other: Counted) -> Counted:
+    def combine(self, other: Exactness) -> Exactness:
         """How well a product is known."""
-        known = {self, other} - {Counted.EXACTLY}
-        return Counted.EXACTLY if not known else known.pop() if len(known) == 1 else Counted.UNKNOWN
+        known = {self, other} - {Exactness.EXACT}
+        return Exactness.EXACT if not known else known.pop() if len(known) == 1 else Exactness.APPROXIMATE
 
 
-Part = Literal['other', 'update', 'forward', 'backward', 'recomputed']
-PARTS: tuple[Part, ...] = get_args(Part)
+Phase = Literal['other', 'update', 'forward', 'backward', 'recomputed']
+PHASES: tuple[Phase, ...] = get_args(Phase)
 # JAX writes the transformations that made an operation into its name, in programs and in jaxprs alike:
 # jit(step)/transpose(jvp())/while/body/checkpoint/rematted_computation/dot_general
 # Names of users stand in brackets too, as in ``jit(my_jvp)``, but have none of their own.
-_MARKS: tuple[tuple[Part, re.Pattern[str]], ...] = (
+_MARKS: tuple[tuple[Phase, re.Pattern[str]], ...] = (
     ('recomputed', re.compile(r'(?:^|/)rematted_computation(?:/|$)')),
     ('backward', re.compile(r'(?:^|[/(])transpose\(')),
     ('forward', re.compile(r'(?:^|[/(])jvp\(')),
 )
 
 
-def part_of(op_name: str) -> Part:
+def phase_of(op_name: str) -> Phase:
     """The part of a step that an operation belongs to.
 
     ``'forward'`` is what is differentiated, ``'backward'`` its transpose, and ``'recomputed'`` what
@@ -53,12 +53,12 @@ def part_of(op_name: str) -> Part:
         op_name: the name of an operation, with the names of the scopes around it.
 
     Example:
-        >>> [part_of(name) for name in ('jit(f)/dot', 'jit(f)/jvp()/dot', 'jit(f)/transpose(jvp())/dot')]
+        >>> [phase_of(name) for name in ('jit(f)/dot', 'jit(f)/jvp()/dot', 'jit(f)/transpose(jvp())/dot')]
         ['other', 'forward', 'backward']
-        >>> part_of('jit(f)/transpose(jvp())/checkpoint/rematted_computation/dot')
+        >>> phase_of('jit(f)/transpose(jvp())/checkpoint/rematted_computation/dot')
         'recomputed'
     """
-    return next((part for part, mark in _MARKS if mark.search(op_name)), 'other')
+    return next((phase for phase, mark in _MARKS if mark.search(op_name)), 'other')
 
 
 def product_flops(count: int, complex_: bool) -> int:

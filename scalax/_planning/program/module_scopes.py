@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from scalax._compile import sjit
 from scalax._core.util.user_frames import user_call_path
-from scalax._planning.program.counting import Part
+from scalax._planning.program.counting import Phase
 from scalax._planning.program.hlo import Module
 from scalax._spmd.pipelines.summary import SENDING
 from scalax._spmd.placements.collectives import COLLECTIVE_SCOPE
@@ -34,23 +34,26 @@ _EINSUM = '->'
 # Scopes of equinox: its own layers have the name of their class, and modules of the user have none.
 _UNPLACED = 'eqx.nn.'
 # The packages that trace users' functions.
-_TRACING = tuple(os.path.dirname(os.path.abspath(file)) + os.sep for file in (sjit.__file__, __file__))
+_TRACING = tuple(
+    os.path.abspath(folder) + os.sep
+    for folder in (os.path.dirname(sjit.__file__), os.path.dirname(os.path.dirname(__file__)))
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class ScopeWork:
+class ScopeCost:
     """The work of one device in a module or named scope, in one part of a step.
 
     Attributes:
         scope: the names from the outermost to the innermost, joined by slashes: ``'Model/layers_0/up'``;
             functions, ``'step()/loss()'``, where there are no scopes; empty if nothing is known.
-        part: the part of the step.
-        flops: as `Work.flops`.
-        bytes: as `Work.bytes`.
+        phase: the part of the step.
+        flops: as `DeviceCost.flops`.
+        bytes: as `DeviceCost.bytes`.
     """
 
     scope: str
-    part: Part
+    phase: Phase
     flops: int
     bytes: int
 
@@ -60,7 +63,7 @@ class ScopeRuns:
     """How often a collective runs in a module or named scope.
 
     Attributes:
-        scope: as `ScopeWork.scope`.
+        scope: as `ScopeCost.scope`.
         count: how often.
     """
 

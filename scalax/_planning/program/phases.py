@@ -1,6 +1,6 @@
 """The part of a step that each instruction of a program belongs to, also of those without a name.
 
-JAX names what is differentiated, and its transpose (`part_of`). The update of an optimizer has no such name:
+JAX names what is differentiated, and its transpose (`phase_of`). The update of an optimizer has no such name:
 it is what is computed from gradients and is not part of their computation. And what the compiler itself adds,
 such as copies, belongs to what uses it.
 """
@@ -10,14 +10,14 @@ from __future__ import annotations
 import collections
 
 from scalax._planning.program.call_tree import Visit
-from scalax._planning.program.counting import PARTS, Part, part_of
+from scalax._planning.program.counting import PHASES, Phase, phase_of
 from scalax._planning.program.hlo import Computation, Instruction, Module
 
 _GRADIENTS = ('backward', 'recomputed')
 _MOST_STEPS = 8  # from what the compiler added to what uses it
 
 
-class StepParts:
+class PhaseFinder:
     """The parts of a step, for the instructions of one program.
 
     Args:
@@ -28,11 +28,11 @@ class StepParts:
         self._module = module
         self._known: dict[tuple[str, str], frozenset[str]] = {}
 
-    def of(self, visit: Visit, instruction: Instruction) -> Part:
+    def of(self, visit: Visit, instruction: Instruction) -> Phase:
         """The part of an instruction."""
-        part = self._own(visit, instruction)
-        if part != 'other':
-            return part
+        phase = self._own(visit, instruction)
+        if phase != 'other':
+            return phase
         if visit.caller is not None and visit.caller.opcode in ('async-start', 'fusion') and visit.parent:
             return self.of(visit.parent, visit.caller)
         if self._is_update(visit):
@@ -47,17 +47,17 @@ class StepParts:
             if not users:
                 break
             instruction = users[0]
-            if (part := self._own(visit, instruction)) != 'other':
-                return part
+            if (phase := self._own(visit, instruction)) != 'other':
+                return phase
         return 'other' if visit.caller is None else _most(visit, visit.computation)
 
-    def _own(self, visit: Visit, instruction: Instruction) -> Part:
+    def _own(self, visit: Visit, instruction: Instruction) -> Phase:
         """The part that the name of an instruction says; of a loop without one what most is in it."""
-        part = visit.part_of(instruction)
-        if part == 'other' and instruction.opcode == 'while' and '/' not in visit.op_name(instruction):
+        phase = visit.phase_of(instruction)
+        if phase == 'other' and instruction.opcode == 'while' and '/' not in visit.op_name(instruction):
             [body] = self._module.called(instruction, 'body')
             return _most(visit, body)
-        return part
+        return phase
 
     def _is_update(self, visit: Visit) -> bool:
         """Whether all of a computation that is called is part of the update."""
@@ -103,12 +103,12 @@ class StepParts:
         return self._known[key]
 
     def _has_gradients(self, computation: Computation) -> bool:
-        return any(part_of(each.op_name) in _GRADIENTS for each in computation.instructions.values()) or any(
+        return any(phase_of(each.op_name) in _GRADIENTS for each in computation.instructions.values()) or any(
             any(map(self._has_gradients, self._module.calls(each))) for each in computation.calling
         )
 
 
-def _most(visit: Visit, computation: Computation) -> Part:
+def _most(visit: Visit, computation: Computation) -> Phase:
     """The part to which most instructions of a computation with a part belong."""
-    parts = collections.Counter(map(visit.part_of, computation.instructions.values()))
-    return max(PARTS, key=lambda part: parts[part] if part != 'other' else 0.5)
+    counts = collections.Counter(map(visit.phase_of, computation.instructions.values()))
+    return max(PHASES, key=lambda phase: counts[phase] if phase != 'other' else 0.5)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from scalax._core.util.user_frames import file_text, innermost_user_frame, is_cell
-from scalax._planning.program.counting import Part, part_of
+from scalax._planning.program.counting import Phase, phase_of
 from scalax._planning.program.hlo import Computation, Frame, Instruction, Module
 from scalax._spmd.pipelines.summary import SENDING
 
@@ -20,7 +20,7 @@ _FORWARDS = {
 _FAR = 4
 _MOVED = 'is_spmd_generated="true"'
 # The parts of a step, in the order in which a value that all of them use is needed.
-_IN_ORDER: tuple[Part, ...] = ('forward', 'recomputed', 'backward', 'update', 'other')
+_IN_ORDER: tuple[Phase, ...] = ('forward', 'recomputed', 'backward', 'update', 'other')
 _COMPUTES = ('all-reduce', 'reduce-scatter')
 
 
@@ -120,7 +120,7 @@ def users_name(
     """
     users = _users(computation, instruction) if moves_for_users(instruction) else ()
     names = [name for user in users if '/' in (name := name_of(user))]
-    return min(names, key=lambda name: _IN_ORDER.index(part_of(name)), default='')
+    return min(names, key=lambda name: _IN_ORDER.index(phase_of(name)), default='')
 
 
 def _users(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from scalax._jaxpr.static_integers import Values
-from scalax._planning.program.counting import Counted
+from scalax._planning.program.counting import Exactness
 
 State = Mapping[int, Values | None]
 """Index of an element of a loop's state -> its value; None if that is not known."""
@@ -21,7 +21,7 @@ _MOST_OPEN_ROUNDS = 1_000  # after which data may have ended the loop
 
 def solved_rounds(
     state: State, test: Callable[[State], Values | None], following: Callable[[State], State]
-) -> tuple[int, Counted]:
+) -> tuple[int, Exactness]:
     """How often the body of a loop runs: at least once, if it does not end within 10,000 rounds.
 
     At most so often, if something that depends on data may end it before; that is tried for 1,000 rounds.
@@ -35,18 +35,18 @@ def solved_rounds(
         >>> import numpy as np
         >>> up = lambda state: {0: state[0] + 2}
         >>> solved_rounds({0: np.array([1])}, lambda state: state[0] <= 7, up)
-        (4, <Counted.EXACTLY: 'exactly'>)
+        (4, <Exactness.EXACT: 'exact'>)
     """
-    counted = Counted.EXACTLY
+    exactness = Exactness.EXACT
     for rounds in range(_MOST_ROUNDS):
         more = test(state)
         if more is None:
             if rounds == _MOST_OPEN_ROUNDS:
                 break
-            counted = Counted.AT_MOST
+            exactness = Exactness.AT_MOST
         elif not more:
-            return rounds, counted if rounds else Counted.EXACTLY
+            return rounds, exactness if rounds else Exactness.EXACT
         before, state = state, following(state)
         if state == before:
             break  # for ever, or as data decide
-    return 1, Counted.AT_LEAST
+    return 1, Exactness.AT_LEAST

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from scalax._core.util.folding import MOST_RUNS, fold
-from scalax._planning.program.counting import Part
+from scalax._planning.program.counting import Phase
 from scalax._planning.report.plan_data import PlanData
 from scalax._planning.time.roofline import Roofline
 
-STEP: tuple[Part, ...] = ('forward', 'backward', 'recomputed', 'update', 'other')
+STEP: tuple[Phase, ...] = ('forward', 'backward', 'recomputed', 'update', 'other')
 """The parts of a step as they are shown."""
 NO_SCOPE = 'not known'
 
@@ -43,25 +43,25 @@ class Sums(NamedTuple):
         return Sums(*map(operator.add, self, other))
 
 
-def _sums(plan: PlanData, roofline: Roofline | None) -> Iterator[tuple[str, Part, Sums]]:
+def _sums(plan: PlanData, roofline: Roofline | None) -> Iterator[tuple[str, Phase, Sums]]:
     """What each scope computes and moves: (scope, part of the step, its sums)."""
     rate = of_byte = 0.0  # the seconds of a device for one operation, and for one byte of its memory
     if roofline is not None:
         hardware, rate = roofline.hardware, roofline.devices / roofline.peak
         of_byte = rate * (hardware.flops_per_second or 1) / (hardware.hbm_bytes_per_second or 1)
-    for row in plan.work.by_scope:
+    for row in plan.device_cost.by_scope:
         compute, hbm = row.flops * rate, row.bytes * of_byte
-        yield row.scope, row.part, Sums(row.flops, row.bytes, compute=compute, hbm=hbm)
+        yield row.scope, row.phase, Sums(row.flops, row.bytes, compute=compute, hbm=hbm)
     times = {} if roofline is None else {id(row): seconds for row, seconds in roofline.collectives}
     for each in plan.collectives:
         once = times.get(id(each), 0.0) / max(1, each.count)
         for runs in each.scopes:
             yield runs.scope, each.phase, Sums(moved=runs.count * each.bytes, network=runs.count * once)
     for kernel in plan.schedule.kernels if plan.schedule else ():
-        yield kernel.scope, kernel.part, Sums(scheduled=kernel.seconds)
+        yield kernel.scope, kernel.phase, Sums(scheduled=kernel.seconds)
 
 
-def sums_by_part(plan: PlanData, roofline: Roofline | None) -> dict[Part, Sums]:
+def sums_by_phase(plan: PlanData, roofline: Roofline | None) -> dict[Phase, Sums]:
     """The sums of each part of the step that has any."""
     found = {part: Sums() for part in STEP}
     for _, part, more in _sums(plan, roofline):

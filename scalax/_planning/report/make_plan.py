@@ -32,9 +32,9 @@ from scalax._planning.compiler.lowered_step import LoweredStep, lower_step
 from scalax._planning.compiler.running_compilations import compiling
 from scalax._planning.cost.buffers import largest_buffers
 from scalax._planning.cost.collectives import Collective, collectives, seconds_of_runs
-from scalax._planning.cost.device_cost import work_of
+from scalax._planning.cost.device_cost import device_cost_of
 from scalax._planning.cost.flops import count_flops, count_model_flops
-from scalax._planning.cost.host_transfers import HostMoves, host_moves
+from scalax._planning.cost.host_transfers import HostTransfers, host_transfers
 from scalax._planning.cost.memory import Memory, constant_bytes
 from scalax._planning.hardware.specs import Hardware, hardware_of, numbers_of
 from scalax._planning.program.hlo import Module, parse
@@ -103,7 +103,7 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
     staged = pipelines_of(step.function, step.args, step.kwargs)
     written = traced.jaxpr if staged is None else staged.original_jaxpr
     flops = count_flops(written)
-    places = step.places
+    positions = step.device_positions
     switched = hardware is not None and hardware.torus_axes == 0
     sizes = dict(mesh.shape)
     given, returned = _shardings(compiled, lowered, step.shardings)
@@ -113,8 +113,10 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
     inputs = _report([*positional, *by_name.values()], given, mesh, names)
     blocks = partitioned_step(step.function, step.args, step.kwargs)
     reasons = {} if blocks is None else blocks.collective_reasons
-    rows = collectives(program, sizes, places, before, ids, switched, reasons) if compiled.partitioned else ()
-    asked, has_batch = step.function, step.made_by_user and isinstance(step.function, SjitFunction)
+    rows = (
+        collectives(program, sizes, positions, before, ids, switched, reasons) if compiled.partitioned else ()
+    )
+    asked, has_batch = step.function, step.already_jitted and isinstance(step.function, SjitFunction)
     plan = Plan(
         name=step.name,
         mesh=sizes,
@@ -125,19 +127,19 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
         outputs=_report(lowered.out_info, returned, mesh),
         collectives=rows,
         flops=flops.count,
-        flops_counted=flops.counted,
-        work=work_of(program),
+        flops_exactness=flops.exactness,
+        device_cost=device_cost_of(program),
         model_flops=count_model_flops(written),
         device_kind=device.device_kind,
-        places=places,
+        device_positions=positions,
         quick=quick and device.platform == 'tpu',
         refusal=compiled.refusal,
         flags=compiled.flags,
         buffers=() if compiled.layout is None else largest_buffers(compiled.layout, program),
-        host_moves=host_moves(program) if compiled.optimized else HostMoves(),
+        host_transfers=host_transfers(program) if compiled.optimized else HostTransfers(),
         propagation=asked.explain_propagation(*step.args, **step.kwargs) if has_batch else None,
         pipelines=() if staged is None else with_flops(staged.loops),
-        given_hardware=step.given_hardware,
+        hardware_override=step.hardware_override,
     )
     return dataclasses.replace(plan, schedule=scheduled(plan, program, ids)) if is_gpu else plan
 
@@ -156,7 +158,7 @@ def scheduled(plan: Plan, program: Module, ids: Sequence[int]) -> Schedule | Non
     [hbm_rate] = numbers_of(roofline.hardware, 'hbm_bytes_per_second', for_='a schedule')
     host_rate = roofline.hardware.host_bytes_per_second or math.inf  # known if anything goes there
     times = seconds_of_runs(
-        functools.partial(nccl_times, plan, roofline.hardware), program, plan.mesh, plan.places, ids
+        functools.partial(nccl_times, plan, roofline.hardware), program, plan.mesh, plan.device_positions, ids
     )
     return schedule_of(program, roofline.peak / plan.devices, hbm_rate, host_rate, times)
 
@@ -173,8 +175,8 @@ def nccl_times(plan: Plan, hardware: Hardware, rows: Sequence[Collective]) -> It
     assert compiled_for is not None
     target, of_host = TARGETS[compiled_for.name], hardware.chips_per_host or 1
     card = None if hardware.dcn_bytes_per_second is None else hardware.dcn_bytes_per_second / of_host
-    routes = routes_of(rows, plan.mesh, plan.places, hardware) if rows else []
-    timed = time_collectives(rows, plan.mesh, plan.places, plan.device_kind, hardware).collectives
+    routes = routes_of(rows, plan.mesh, plan.device_positions, hardware) if rows else []
+    timed = time_collectives(rows, plan.mesh, plan.device_positions, plan.device_kind, hardware).collectives
     for (row, seconds), ways in zip(timed, routes, strict=True):
         found = [nccl_seconds(row.kind, row.bytes, way, target, card, hardware.switches_add) for way in ways]
         yield max((time for time in found if time is not None), default=seconds / max(1, row.count))

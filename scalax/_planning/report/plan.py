@@ -35,21 +35,21 @@ class Plan(PlanData, Renderable):
         flops: the floating-point operations of one call, on all devices together, as the function is written:
             those of its matrix products, convolutions and FFTs; forward, backward, and recomputed. What idle
             stages of pipelines compute is not among them (`idle_flops`).
-        flops_counted: how well that is known.
-        work: what each device computes and moves, as the compiler has partitioned it; work that several
-            devices repeat counts for each.
+        flops_exactness: how well that is known.
+        device_cost: what each device computes and moves, as the compiler has partitioned the step; work that
+            several devices repeat counts for each.
         model_flops: the operations that the model needs in one call: those of the forward and the backward
             pass (`count_model_flops`), without what is recomputed, unless `with_model_flops` has given
             others. None if not all of them can be counted.
         device_kind: what JAX calls the devices.
-        places: the positions of the devices of the mesh, in the order of the mesh.
+        device_positions: the positions of the devices of the mesh, in the order of the mesh.
         quick: whether the compiler only laid the program out, without making code. Memory is then that of the
             layout, which is close to the final one, and shardings are the requested ones.
         refusal: the error of the compiler for a program that does not fit into the memory of a device; empty
             if it fits, and for quick plans.
         buffers: the arrays that are held at the peak of memory, the largest first: at least 99 % of it; for
             TPUs and GPUs only.
-        host_moves: what each device exchanges with its host; for TPUs and GPUs only.
+        host_transfers: what each device exchanges with its host; for TPUs and GPUs only.
         propagation: how the step is partitioned along its batch, as `SjitFunction.explain_propagation`
             reports; None for functions that ``sjit`` did not make.
         flags: for GPUs, the options of their compiler that are not its defaults: those in ``XLA_FLAGS``,
@@ -57,7 +57,8 @@ class Plan(PlanData, Renderable):
             here, those with which products are cuBLAS's.
         schedule: for GPUs whose numbers are known, the seconds along the compiler's schedule.
         pipelines: the loops over layers that run as pipelines, as *stages* of ``sjit`` requests.
-        given_hardware: the numbers of the devices, if the plan was made with others than are known of them.
+        hardware_override: the hardware that the caller passed in place of the known specification of
+            the devices.
     """
 
     def _title(self) -> str:

@@ -11,28 +11,28 @@ from typing import Self
 from scalax._planning.cost.buffers import Buffer
 from scalax._planning.cost.collective_instances import KINDS
 from scalax._planning.cost.collectives import Collective
-from scalax._planning.cost.device_cost import Work
-from scalax._planning.cost.host_transfers import HostMoves
+from scalax._planning.cost.device_cost import DeviceCost
+from scalax._planning.cost.host_transfers import HostTransfers
 from scalax._planning.cost.memory import Memory
 from scalax._planning.hardware.specs import Hardware, find_hardware, hardware_of, numbers_of
 from scalax._planning.hardware.torus import (
     NETWORKS,
+    DevicePosition,
     Network,
-    Place,
     devices_per_chip,
-    places_in_nodes,
-    places_on_torus,
+    positions_in_nodes,
+    positions_on_torus,
 )
-from scalax._planning.program.counting import Counted
-from scalax._planning.time.roofline import Roofline, phases_of, time_collectives
+from scalax._planning.program.counting import Exactness
+from scalax._planning.time.roofline import Roofline, phase_times, time_collectives
 from scalax._planning.time.schedule import Schedule
 from scalax._spmd.pipelines.summary import PipelinedLoop
 from scalax._spmd.report.explain import PropagationReport
 from scalax.errors import ArgumentError, PlanError, did_you_mean
 from scalax.explain import ShardingReport
 
-_NO_WORK = Work()
-_NOTHING_MOVED = HostMoves()
+_NO_COST = DeviceCost()
+_NO_TRANSFERS = HostTransfers()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,20 +51,20 @@ class PlanData:
     outputs: ShardingReport
     collectives: tuple[Collective, ...]
     flops: int = 0
-    flops_counted: Counted = Counted.EXACTLY
-    work: Work = _NO_WORK
+    flops_exactness: Exactness = Exactness.EXACT
+    device_cost: DeviceCost = _NO_COST
     model_flops: int | None = None
     device_kind: str = ''
-    places: tuple[Place, ...] = ()
+    device_positions: tuple[DevicePosition, ...] = ()
     quick: bool = False
     refusal: str = ''
     buffers: tuple[Buffer, ...] = ()
-    host_moves: HostMoves = _NOTHING_MOVED
+    host_transfers: HostTransfers = _NO_TRANSFERS
     propagation: PropagationReport | None = None
     flags: tuple[str, ...] = ()
     schedule: Schedule | None = None
     pipelines: tuple[PipelinedLoop, ...] = ()
-    given_hardware: Hardware | None = None
+    hardware_override: Hardware | None = None
 
     @property
     def idle_flops(self) -> int:
@@ -87,7 +87,7 @@ class PlanData:
     @property
     def hardware(self) -> Hardware | None:
         """The hardware that the devices are; None if its numbers are not known."""
-        return self.given_hardware or hardware_of(self.device_kind)
+        return self.hardware_override or hardware_of(self.device_kind)
 
     @property
     def known_roofline(self) -> Roofline | None:
@@ -184,20 +184,20 @@ class PlanData:
             >>> plan.roofline('v5p', torus={'fsdp': 4, 'tp': 2}).bottleneck
             'ici:fsdp'
         """
-        hardware = find_hardware(hardware or self.given_hardware, self.device_kind)
-        places = self.places if torus is None else places_on_torus(torus, self.mesh, hardware)
+        hardware = find_hardware(hardware or self.hardware_override, self.device_kind)
+        positions = self.device_positions if torus is None else positions_on_torus(torus, self.mesh, hardware)
         if torus is None and self.platform == 'cpu':
-            places = places_in_nodes(places, hardware)
+            positions = positions_in_nodes(positions, hardware)
         flops_rate, hbm_rate = numbers_of(
             hardware, 'flops_per_second', 'hbm_bytes_per_second', for_='a roofline'
         )
-        per_chip = devices_per_chip(places, hardware)
-        known = self.work.flops
+        per_chip = devices_per_chip(positions, hardware)
+        known = self.device_cost.flops
         # The operations of kernels are known only from the function.
         written = (self.flops + self.idle_flops) / self.devices
-        flops = max(known, written) if self.work.kernels or not known else known
-        compute, hbm = flops * per_chip / flops_rate, self.work.bytes * per_chip / hbm_rate
-        timed = time_collectives(self.collectives, self.mesh, places, self.device_kind, hardware)
+        flops = max(known, written) if self.device_cost.kernels or not known else known
+        compute, hbm = flops * per_chip / flops_rate, self.device_cost.bytes * per_chip / hbm_rate
+        timed = time_collectives(self.collectives, self.mesh, positions, self.device_kind, hardware)
         to_host, from_host = self._host_seconds(hardware, per_chip)
         return Roofline(
             hardware=hardware,
@@ -208,18 +208,18 @@ class PlanData:
             communication=timed.communication,
             collectives=timed.collectives,
             model_flops=self.model_flops,
-            counted=self.flops_counted.along(self.work.counted)
-            .along(timed.counted)
-            .along(self.host_moves.counted),
+            exactness=self.flops_exactness.combine(self.device_cost.exactness)
+            .combine(timed.exactness)
+            .combine(self.host_transfers.exactness),
             to_host=to_host,
             from_host=from_host,
             compiled_for=self.device_kind,
-            phases=phases_of(self.work, compute, hbm),
+            phases=phase_times(self.device_cost, compute, hbm),
         )
 
     def _host_seconds(self, hardware: Hardware, per_chip: int) -> tuple[float, float]:
         """The time of the link to the host, out and in."""
-        moves = self.host_moves
+        moves = self.host_transfers
         if not moves.to_host and not moves.from_host:
             return 0.0, 0.0
         (rate,) = numbers_of(hardware, 'host_bytes_per_second', for_='a roofline of a step that offloads')

@@ -27,17 +27,17 @@ from scalax._core.render.blocks import (
 from scalax._core.render.tables import human_bytes, human_flops, milliseconds, three_figures
 from scalax._planning.cost.collectives import Collective
 from scalax._planning.hardware.specs import network_text
-from scalax._planning.program.counting import Counted
+from scalax._planning.program.counting import Exactness
 from scalax._planning.program.provenance import Source
 from scalax._planning.report.batch_section import mixing_lines, partitioned_line
-from scalax._planning.report.breakdown import NO_SCOPE, Sums, sums_by_part, sums_by_scope
+from scalax._planning.report.breakdown import NO_SCOPE, Sums, sums_by_phase, sums_by_scope
 from scalax._planning.report.pipeline_section import bubble_figure, pipeline_blocks, pipelines_lead
 from scalax._planning.report.plan_data import PlanData
 from scalax._planning.report.timeline import Timeline
 from scalax._planning.time.roofline import Roofline
 from scalax.errors import PlanError
 
-_SIGNS = {Counted.EXACTLY: '', Counted.AT_LEAST: '>=', Counted.AT_MOST: '<=', Counted.UNKNOWN: '~'}
+_SIGNS = {Exactness.EXACT: '', Exactness.AT_LEAST: '>=', Exactness.AT_MOST: '<=', Exactness.APPROXIMATE: '~'}
 _WHY = {
     'resharding': 'gathered in full and sliced again',
     'halo': 'halo exchange',
@@ -67,13 +67,13 @@ _LITTLE = 2**31  # bytes: quick plans of smaller programs, such as a product of 
 def plan_blocks(plan: PlanData, title: str, level: int = 1) -> list[Block]:
     """A plan as blocks; a title below the first *level* is that of a part of a page that shows more."""
     roofline = plan.known_roofline
-    flops = f'{_SIGNS[plan.flops_counted]}{human_flops(plan.flops)} in one call, on all devices together'
+    flops = f'{_SIGNS[plan.flops_exactness]}{human_flops(plan.flops)} in one call, on all devices together'
     return [
         Heading(title, plan.mesh, runs_on(plan), level),
         TextOnly([Lines([f'{plan.name} on {runs_on(plan)} ({axis_sizes_text(plan.mesh)})'])]),
         Figures([*headline(plan, roofline)]),
         HtmlOnly([Lines([plan.refusal], 'bad')]),
-        TextOnly([Lines([flops] if plan.flops or plan.flops_counted is not Counted.EXACTLY else [])]),
+        TextOnly([Lines([flops] if plan.flops or plan.flops_exactness is not Exactness.EXACT else [])]),
         Lines([_excess(plan)]),
         Lines([f'compiled with {" ".join(plan.flags)}'] if plan.flags else []),
         Section('Memory of each device', memory_blocks(plan)),
@@ -109,7 +109,7 @@ def headline(plan: PlanData, roofline: Roofline | None) -> Iterator[Figure]:
     yield Figure(human_bytes(memory.peak), f'peak of memory{of}{part}')
     if roofline is not None:
         step = roofline.step_seconds
-        known = '' if roofline.counted is Counted.EXACTLY else f'{roofline.counted.value} '
+        known = '' if roofline.exactness is Exactness.EXACT else f'{roofline.exactness.value} '
         label = f'one call at least; {milliseconds(step.serial)} if nothing overlaps'
         yield Figure(f'{known}{milliseconds(step.overlapped)}', label)
         yield Figure(network_text(roofline.bottleneck, roofline.hardware), 'bounds it')
@@ -120,20 +120,20 @@ def headline(plan: PlanData, roofline: Roofline | None) -> Iterator[Figure]:
     yield from bubble_figure(plan, roofline)
     if plan.flops:
         needs = f'the model needs {human_flops(plan.model_flops)}' if plan.model_flops else 'on all devices'
-        yield Figure(f'{_SIGNS[plan.flops_counted]}{human_flops(plan.flops)}', needs)
+        yield Figure(f'{_SIGNS[plan.flops_exactness]}{human_flops(plan.flops)}', needs)
 
 
 def _excess(plan: PlanData) -> str:
     """How much more the devices compute than the function needs; empty if it is nothing, or not known."""
     # Loops of unknown length count as one round on both sides.
-    at_least = {plan.flops_counted, plan.work.counted} == {Counted.AT_LEAST}
-    at_least |= (plan.flops_counted, plan.work.counted) == (Counted.EXACTLY, Counted.AT_LEAST)
-    exact = plan.flops_counted is plan.work.counted is Counted.EXACTLY
+    at_least = {plan.flops_exactness, plan.device_cost.exactness} == {Exactness.AT_LEAST}
+    at_least |= (plan.flops_exactness, plan.device_cost.exactness) == (Exactness.EXACT, Exactness.AT_LEAST)
+    exact = plan.flops_exactness is plan.device_cost.exactness is Exactness.EXACT
     written = plan.flops + plan.idle_flops
-    if not (exact or at_least) or plan.work.kernels or not written:
+    if not (exact or at_least) or plan.device_cost.kernels or not written:
         return ''
-    times = plan.devices * plan.work.flops / written
-    many = f'{Counted.AT_LEAST.value} {times:.3g}' if at_least else f'{times:.3g}'
+    times = plan.devices * plan.device_cost.flops / written
+    many = f'{Exactness.AT_LEAST.value} {times:.3g}' if at_least else f'{times:.3g}'
     return f'the devices compute {many} times that: halos, or what is not divided' if times >= 1.01 else ''
 
 
@@ -142,7 +142,7 @@ def _excess(plan: PlanData) -> str:
 
 def memory_blocks(plan: PlanData) -> list[Block]:
     """The memory of each device: its parts, and the largest arrays at the peak if they are known."""
-    memory, moves = plan.memory, plan.host_moves
+    memory, moves = plan.memory, plan.host_transfers
     fits = '' if plan.fits is None else f': it fits{_more_of_gpu(plan)}' if plan.fits else ': it does NOT fit'
     donated = f', of which {human_bytes(memory.donated)} are reused for outputs' if memory.donated else ''
     gaps = memory.total - memory.peak
@@ -155,7 +155,7 @@ def memory_blocks(plan: PlanData) -> list[Block]:
         ('temporaries', memory.temporaries, unused),
     ]
     if memory.host or moves.to_host or moves.from_host:
-        sign, each_way = _SIGNS[moves.counted], (moves.to_host, moves.from_host)
+        sign, each_way = _SIGNS[moves.exactness], (moves.to_host, moves.from_host)
         written, read = (f'{sign}{human_bytes(moved)}' for moved in each_way)
         said = f', {written} are written there and {read} read in one call'
         parts.append(('on the host', memory.host, said))
@@ -262,7 +262,7 @@ def _schedule(plan: PlanData, roofline: Roofline | None) -> list[Block]:
     little = _LITTLE_MORE * abs(schedule.seconds - bound)
     differ = [row for row in schedule.kernels if abs(row.seconds - row.bound) >= little]
     rows: list[Row] = [
-        (row.name, row.count, row.seconds, row.bound or None, row.part, str(row.source))
+        (row.name, row.count, row.seconds, row.bound or None, row.phase, str(row.source))
         for row in sorted(differ, key=lambda row: -abs(row.seconds - row.bound))
     ]
     times = f'{schedule.seconds / bound:.3g} times the bound'
@@ -301,11 +301,11 @@ def _row(name: str, each: Sums, plan: PlanData) -> list[Value]:
 
 def _parts(plan: PlanData, roofline: Roofline | None) -> list[Block]:
     """What each part of the step computes and moves; nothing without a gradient."""
-    found = sums_by_part(plan, roofline)
+    found = sums_by_phase(plan, roofline)
     if set(found) <= {'other'}:
         return []
     rows = [_row(part, each, plan) for part, each in found.items()]
-    return [Table(_columns('part', plan), rows)]
+    return [Table(_columns('phase', plan), rows)]
 
 
 def _scopes(plan: PlanData, roofline: Roofline | None) -> Section:
@@ -357,7 +357,7 @@ def collective_table(plan: PlanData) -> Table:
             [
                 f'{row.kind}, scattered' if row.scattered else row.kind,
                 f'{" x ".join(row.axes)}{_over(plan, row.networks)}',
-                Cell(f'{_SIGNS[row.counted]}{row.count:,}', row.count),
+                Cell(f'{_SIGNS[row.exactness]}{row.count:,}', row.count),
                 row.bytes,
                 row.count * row.bytes,
                 *([] if roofline is None else [roofline.collectives[place][1]]),

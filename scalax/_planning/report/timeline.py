@@ -43,7 +43,7 @@ class Timeline(Block):
         return f'<div class="timeline">\n{lanes}</div>{Lines([scale]).html(mesh)}{loops}' if drawn else ''
 
     def _bar(self, span: Span) -> str:
-        kind = 'wait' if span.name.startswith('wait') else 'loop' if span.inside else span.part
+        kind = 'wait' if span.name.startswith('wait') else 'loop' if span.inside else span.phase
         start, width = (f'{100 * time / self.seconds:.3f}%' for time in (span.start, span.seconds))
         return f'<i class="{kind}" style="left: {start}; width: {width}" title="{escape(_words(span))}"></i>'
 
@@ -51,4 +51,4 @@ class Timeline(Block):
 def _words(span: Span) -> str:
     """What a span is: ``'wait: all-gather, 3.41 ms, forward, model.py:120 block_input'``."""
     runs = f'{span.times:,} x ' if span.times > 1 else ''
-    return f'{runs}{span.name}, {milliseconds(span.seconds / span.times)}, {span.part}, {span.source}'
+    return f'{runs}{span.name}, {milliseconds(span.seconds / span.times)}, {span.phase}, {span.source}'

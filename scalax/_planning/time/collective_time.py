@@ -75,9 +75,9 @@ def collective_seconds(
     inside = whole / route.slices if kind in _EXCHANGES else whole
     ici = chip = dcn = 0.0
     if route.chips > 1:
-        join = _on_torus if route.lines else _on_switch
+        join = _on_torus if route.segments else _on_switch
         ici = times * join(kind, inside, route, hardware)
-        if kind == 'all-reduce' and not route.lines and hardware.switches_add:
+        if kind == 'all-reduce' and not route.segments and hardware.switches_add:
             both_ways = inside * (route.devices + 1) / route.devices
             ici = min(ici, max(hardware.hop_seconds, both_ways / (hardware.ici_bytes_per_second or 1.0)))
     elif route.devices > 1:
@@ -105,31 +105,31 @@ def part_of_links(kind: Kind, route: Route) -> float:
         >>> part_of_links('collective-permute', Route(1, 4, 4, (Line(0, 4, True),)))
         0.5
     """
-    if kind != 'collective-permute' or not route.lines:
+    if kind != 'collective-permute' or not route.segments:
         return 1.0
-    return _ways_of_permute(route) / sum(line.ways for line in route.lines)
+    return _ways_of_permute(route) / sum(segment.ways for segment in route.segments)
 
 
 def _ways_of_permute(route: Route) -> float:
     """The links over which a device sends to its neighbour."""
-    return max(line.ways / (2 if line.ring else 1) for line in route.lines)
+    return max(segment.ways / (2 if segment.ring else 1) for segment in route.segments)
 
 
 def _on_torus(kind: Kind, whole: float, route: Route, hardware: Hardware) -> float:
     [link_rate] = numbers_of(hardware, 'ici_bytes_per_second', for_=COMMUNICATION)
-    link = link_rate / route.crowd
+    link = link_rate / route.groups_sharing_links
     hop = hardware.hop_seconds
     if kind == 'collective-permute':
         way = _ways_of_permute(route)
-        return max(hop * min(line.stride for line in route.lines), whole / route.size / (link * way))
-    least = hop * sum(line.hops for line in route.lines)
+        return max(hop * min(segment.stride for segment in route.segments), whole / route.size / (link * way))
+    least = hop * sum(segment.hops for segment in route.segments)
     if kind in _EXCHANGES:
-        box = math.prod(line.length for line in route.lines)
-        middles = (link * line.ways * box / line.length for line in route.lines)
+        box = math.prod(segment.length for segment in route.segments)
+        middles = (link * segment.ways * box / segment.length for segment in route.segments)
         return max(least, max(whole / 4 / middle for middle in middles))
-    ring = any(line.ring for line in route.lines)
+    ring = any(segment.ring for segment in route.segments)
     lacking = whole if ring else whole * (route.chips - 1) / route.chips
-    return max(least, lacking / (link * sum(line.ways for line in route.lines)))
+    return max(least, lacking / (link * sum(segment.ways for segment in route.segments)))
 
 
 def _on_switch(kind: Kind, whole: float, route: Route, hardware: Hardware) -> float:

@@ -17,21 +17,21 @@ import numpy as np
 
 from scalax._core.render.tables import human_flops, milliseconds
 from scalax._planning.cost.collectives import Collective
-from scalax._planning.cost.device_cost import Work
+from scalax._planning.cost.device_cost import DeviceCost
 from scalax._planning.hardware.specs import Hardware, network_text, numbers_of
 from scalax._planning.hardware.torus import (
     NETWORKS,
-    Line,
+    DevicePosition,
     Network,
-    Place,
     Route,
     Torus,
+    TorusSegment,
     devices_per_chip,
-    line_text,
     route_of,
+    segment_text,
     torus_of,
 )
-from scalax._planning.program.counting import Counted, Part
+from scalax._planning.program.counting import Exactness, Phase
 from scalax._planning.program.replica_groups import devices_along
 from scalax._planning.time.collective_time import COMMUNICATION, collective_seconds, part_of_links
 from scalax.errors import PlanError
@@ -50,7 +50,7 @@ class StepTime(NamedTuple):
     serial: float
 
 
-class Phase(NamedTuple):
+class PhaseTime(NamedTuple):
     """What one device does in one phase of a step, before the next one can begin.
 
     Attributes:
@@ -72,14 +72,14 @@ class Communication:
     Attributes:
         network: ``'ici'`` inside a slice, ``'dcn'`` between slices, ``'chip'`` between the devices of a chip.
         axes: the mesh axes.
-        lines: the axes of the torus that they run along.
+        segments: the axes of the torus that they run along.
         seconds: the total time, one collective after the other.
         busy: the time for which the links are in use, if permutes run at the same time over different ones.
     """
 
     network: Network
     axes: tuple[str, ...]
-    lines: tuple[Line, ...]
+    segments: tuple[TorusSegment, ...]
     seconds: float
     busy: float
 
@@ -103,7 +103,7 @@ class Roofline:
         collectives: the collectives of the plan, each with the seconds of all its executions, one after the
             other.
         model_flops: the operations that the model needs; None if unknown.
-        counted: how well the counts behind these numbers are known.
+        exactness: how well the counts behind these numbers are known.
         to_host: seconds of writing to the memory of the host.
         from_host: seconds of reading there; both may go on at a time.
         compiled_for: what JAX calls the devices that the program was compiled for; empty if unknown.
@@ -118,11 +118,11 @@ class Roofline:
     communication: tuple[Communication, ...]
     collectives: tuple[tuple[Collective, float], ...] = ()
     model_flops: int | None = None
-    counted: Counted = Counted.EXACTLY
+    exactness: Exactness = Exactness.EXACT
     to_host: float = 0.0
     from_host: float = 0.0
     compiled_for: str = ''
-    phases: tuple[Phase, ...] = ()
+    phases: tuple[PhaseTime, ...] = ()
 
     @property
     def not_compiled_for(self) -> str:
@@ -176,10 +176,10 @@ class Roofline:
         """The busy seconds of each unit and each set of links, under the name of its largest user."""
         users: dict[tuple[str, int], list[Communication]] = collections.defaultdict(list)
         for row in self.communication:  # the longest first
-            for link in [line.axis for line in row.lines] or [0]:
+            for link in [segment.axis for segment in row.segments] or [0]:
                 users[row.network, link].append(row)
         links = [(rows[0].name, sum(row.busy for row in rows)) for rows in users.values()]
-        phases = self.phases or [Phase('step', self.compute, self.hbm)]
+        phases = self.phases or [PhaseTime('step', self.compute, self.hbm)]
         on_device = {
             'compute': sum(phase.compute for phase in phases if phase.compute >= phase.hbm),
             'hbm': sum(phase.hbm for phase in phases if phase.compute < phase.hbm),
@@ -195,14 +195,16 @@ class Roofline:
 
     def __str__(self) -> str:
         step = self.step_seconds
-        lines = {row.name: row.lines for row in reversed(self.communication)}  # the longest of each name
+        segments = {
+            row.name: row.segments for row in reversed(self.communication)
+        }  # the longest of each name
         shown = {name: network_text(name, self.hardware) for name in (*self.parts, self.bottleneck)}
         cells = [
-            (shown[name], milliseconds(seconds), ' and '.join(map(line_text, lines.get(name, ()))))
+            (shown[name], milliseconds(seconds), ' and '.join(map(segment_text, segments.get(name, ()))))
             for name, seconds in self.parts.items()
         ]
         widths = [max(len(row[column]) for row in cells) for column in range(3)]
-        known = '' if self.counted is Counted.EXACTLY else f' ({self.counted.value})'
+        known = '' if self.exactness is Exactness.EXACT else f' ({self.exactness.value})'
         used = ''
         if self.mfu is not None and self.model_flops is not None:
             used = f'; MFU at most {self.mfu:.1%}: the model needs {human_flops(self.model_flops)}'
@@ -222,14 +224,14 @@ class Roofline:
         )
 
 
-_PHASES: dict[str, tuple[Part, ...]] = {
+_PHASES: dict[str, tuple[Phase, ...]] = {
     'forward': ('other', 'forward'),
     'backward': ('backward', 'recomputed'),
     'update': ('update',),
 }
 
 
-def phases_of(work: Work, compute: float, hbm: float) -> tuple[Phase, ...]:
+def phase_times(work: DeviceCost, compute: float, hbm: float) -> tuple[PhaseTime, ...]:
     """The phases of a step that takes a gradient; none of another.
 
     Args:
@@ -242,12 +244,12 @@ def phases_of(work: Work, compute: float, hbm: float) -> tuple[Phase, ...]:
             sum(amounts.get(part, 0) for part in parts) / (sum(amounts.values()) or 1)
             for parts in _PHASES.values()
         )
-        for amounts in (work.by_part, work.bytes_by_part)
+        for amounts in (work.by_phase, work.bytes_by_phase)
     ]
     if not any(any(of_parts[1:]) for of_parts in shares):
         return ()
     return tuple(
-        Phase(name, compute * of_flops, hbm * of_bytes)
+        PhaseTime(name, compute * of_flops, hbm * of_bytes)
         for name, of_flops, of_bytes in zip(_PHASES, *shares, strict=True)
     )
 
@@ -257,13 +259,13 @@ class Timed(NamedTuple):
 
     communication: tuple[Communication, ...] = ()
     collectives: tuple[tuple[Collective, float], ...] = ()
-    counted: Counted = Counted.EXACTLY
+    exactness: Exactness = Exactness.EXACT
 
 
 def time_collectives(
     collectives: Sequence[Collective],
     mesh: Mapping[str, int],
-    places: Sequence[Place],
+    positions: Sequence[DevicePosition],
     device_kind: str,
     hardware: Hardware,
 ) -> Timed:
@@ -272,7 +274,7 @@ def time_collectives(
     Args:
         collectives: those of the step.
         mesh: mesh axis name -> size.
-        places: the positions of the devices, in the order of the mesh.
+        positions: the positions of the devices, in the order of the mesh.
         device_kind: what JAX calls the devices, for messages.
         hardware: the hardware whose numbers are used.
 
@@ -282,63 +284,72 @@ def time_collectives(
     if not collectives:
         return Timed()
     [torus_axes] = numbers_of(hardware, 'torus_axes', for_=COMMUNICATION)
-    if not places or (torus_axes and not all(place.coords for place in places)):
+    if not positions or (torus_axes and not all(position.coords for position in positions)):
         raise PlanError(
             f'{device_kind!r} devices are not in a torus, as chips of {hardware.name!r} are: give '
             "the axes of it that each mesh axis runs along: roofline(..., torus={'fsdp': (4, 4), 'tp': 4})"
         )
-    per_chip = devices_per_chip(places, hardware)
-    alone: dict[tuple[Network, tuple[str, ...], tuple[Line, ...]], float] = collections.defaultdict(float)
+    per_chip = devices_per_chip(positions, hardware)
+    alone: dict[tuple[Network, tuple[str, ...], tuple[TorusSegment, ...]], float] = collections.defaultdict(
+        float
+    )
     busy = alone.copy()
-    timed, counted = [], Counted.EXACTLY
-    for row, routes in zip(collectives, routes_of(collectives, mesh, places, hardware), strict=True):
-        counted = counted.along(row.counted)
+    timed, exactness = [], Exactness.EXACT
+    for row, routes in zip(collectives, routes_of(collectives, mesh, positions, hardware), strict=True):
+        exactness = exactness.combine(row.exactness)
         spent = 0.0
-        senders = _senders(row, places, hardware, per_chip)
+        senders = _senders(row, positions, hardware, per_chip)
         for network, route, seconds in _slowest(row, routes, hardware, per_chip, senders):
-            lines, part = (route.lines, part_of_links(row.kind, route)) if network == 'ici' else ((), 1.0)
-            alone[network, row.axes, lines] += row.count * seconds
-            busy[network, row.axes, lines] += row.count * seconds * part
+            segments, part = (
+                (route.segments, part_of_links(row.kind, route)) if network == 'ici' else ((), 1.0)
+            )
+            alone[network, row.axes, segments] += row.count * seconds
+            busy[network, row.axes, segments] += row.count * seconds * part
             spent += row.count * seconds
         timed.append((row, spent))
     rows = (Communication(*key, seconds, busy[key]) for key, seconds in alone.items())
-    return Timed(tuple(sorted(rows, key=lambda row: (-row.seconds, row.name))), tuple(timed), counted)
+    return Timed(tuple(sorted(rows, key=lambda row: (-row.seconds, row.name))), tuple(timed), exactness)
 
 
-def _senders(row: Collective, places: Sequence[Place], hardware: Hardware, per_chip: int) -> float | None:
+def _senders(
+    row: Collective, positions: Sequence[DevicePosition], hardware: Hardware, per_chip: int
+) -> float | None:
     """How many devices of each host send to another slice in a permute, if all hosts share that."""
     if not row.crossing:
         return None
-    of_slice = len(places) / len({place.slice for place in places})
+    of_slice = len(positions) / len({position.slice for position in positions})
     of_host = min(of_slice, (hardware.chips_per_host or 1) * per_chip)
     return max(1.0, row.crossing * of_host / of_slice)
 
 
 def routes_of(
-    rows: Sequence[Collective], mesh: Mapping[str, int], places: Sequence[Place], hardware: Hardware
+    rows: Sequence[Collective],
+    mesh: Mapping[str, int],
+    positions: Sequence[DevicePosition],
+    hardware: Hardware,
 ) -> list[set[Route]]:
     """The routes of the groups of each collective."""
-    torus = torus_of(places, hardware)
+    torus = torus_of(positions, hardware)
     known: dict[tuple[tuple[str, ...], tuple[int, ...]], set[Route]] = {}
     for row in rows:
         if (row.axes, row.part) not in known:
-            known[row.axes, row.part] = set(_routes(row, mesh, places, torus))
+            known[row.axes, row.part] = set(_routes(row, mesh, positions, torus))
     return [known[row.axes, row.part] for row in rows]
 
 
 def _routes(
-    row: Collective, mesh: Mapping[str, int], places: Sequence[Place], torus: Torus
+    row: Collective, mesh: Mapping[str, int], positions: Sequence[DevicePosition], torus: Torus
 ) -> Iterable[Route]:
     """The route of each group of devices of a collective."""
     along = ' x '.join(row.axes)
     if row.part:
-        yield route_of([places[i] for i in row.part], torus, f'a part of {along}')
+        yield route_of([positions[i] for i in row.part], torus, f'a part of {along}')
         return
-    grid = np.arange(len(places)).reshape(tuple(mesh.values()))
+    grid = np.arange(len(positions)).reshape(tuple(mesh.values()))
     own = [i for i, name in enumerate(mesh) if name in row.axes]
     rest = [i for i in range(grid.ndim) if i not in own]
     for group in grid.transpose([*rest, *own]).reshape(-1, devices_along(row.axes, mesh)):
-        yield route_of([places[i] for i in group], torus, along)
+        yield route_of([positions[i] for i in group], torus, along)
 
 
 def _slowest(
@@ -349,7 +360,7 @@ def _slowest(
     times = [
         (collective_seconds(kind, row.bytes, route, hardware, per_chip, senders), route) for route in routes
     ]
-    for place, network in enumerate(NETWORKS):
-        time, route = max(times, key=lambda timed: (timed[0][place], timed[1].lines))
-        if time[place] and network in (row.networks or NETWORKS):
-            yield network, route, time[place]
+    for index, network in enumerate(NETWORKS):
+        time, route = max(times, key=lambda timed: (timed[0][index], timed[1].segments))
+        if time[index] and network in (row.networks or NETWORKS):
+            yield network, route, time[index]

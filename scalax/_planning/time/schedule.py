@@ -29,10 +29,10 @@ from scalax._planning.cost.device_cost import flops_of, named_in
 from scalax._planning.cost.hbm_traffic import Traffic
 from scalax._planning.cost.host_transfers import host_bytes
 from scalax._planning.program.call_tree import Visit, visits
-from scalax._planning.program.counting import Part
+from scalax._planning.program.counting import Phase
 from scalax._planning.program.hlo import HOST, Array, Computation, Instruction, Module
 from scalax._planning.program.module_scopes import Scopes
-from scalax._planning.program.phases import StepParts
+from scalax._planning.program.phases import PhaseFinder
 from scalax._planning.program.provenance import Source, source_of
 
 MODELLED = 'xla_gpu_collect_cost_model_stats'
@@ -71,7 +71,7 @@ class Kernel:
     Attributes:
         name: as the compiler calls it, such as ``'loop_add_fusion.1'``; the name of a library's function; or
             ``'wait: all-gather'``.
-        part: the part of the step that it belongs to.
+        phase: the part of the step that it belongs to.
         scope: the module or named scope.
         source: the place in the user's program.
         count: how often it runs.
@@ -80,7 +80,7 @@ class Kernel:
     """
 
     name: str
-    part: Part
+    phase: Phase
     scope: str
     source: Source
     count: int
@@ -95,7 +95,7 @@ class Span:
     Attributes:
         lane: ``'device'``, or what is busy beside it: ``'link'``, ``'to host'``, ``'from host'``.
         name: a kernel or a wait, as of a `Kernel`; a collective or a copy; or a loop or another call.
-        part: the part of the step that it belongs to.
+        phase: the part of the step that it belongs to.
         scope: the module or named scope.
         source: the place in the user's program.
         start: the seconds from the beginning of the call, or of the run of the loop that it is in.
@@ -107,7 +107,7 @@ class Span:
 
     lane: str
     name: str
-    part: Part
+    phase: Phase
     scope: str
     source: Source
     start: float
@@ -153,9 +153,9 @@ def schedule_of(
         return None
     clock = _Clock(module, flops_rate, hbm_rate, host_rate, collectives)
     seconds, spans = clock.run(clock.entry)
-    sums: dict[tuple[str, Part, str, Source], list[float]] = collections.defaultdict(lambda: [0, 0.0, 0.0])
+    sums: dict[tuple[str, Phase, str, Source], list[float]] = collections.defaultdict(lambda: [0, 0.0, 0.0])
     for span, runs in _on_device(spans):
-        alike = span.name, span.part, span.scope, span.source
+        alike = span.name, span.phase, span.scope, span.source
         one = 1, span.seconds, span.bound
         sums[alike] = [total + runs * each for total, each in zip(sums[alike], one, strict=True)]
     kernels = [Kernel(*alike, int(count), of_all, bound) for alike, (count, of_all, bound) in sums.items()]
@@ -179,7 +179,7 @@ class _Clock:
     ) -> None:
         self._module, self._collectives = module, collectives
         self._flops_rate, self._hbm_rate, self._host_rate = flops_rate, hbm_rate, host_rate
-        self._traffic, self._parts, self._scopes = Traffic(module), StepParts(module), Scopes(module)
+        self._traffic, self._phases, self._scopes = Traffic(module), PhaseFinder(module), Scopes(module)
         self._inside: dict[tuple[str, ...], list[Visit]] = collections.defaultdict(list)
         self.entry, *inside = visits(module)
         for visit in inside:
@@ -236,10 +236,10 @@ class _Clock:
         return self._inside.get((*_path(visit), each.name), [])
 
     def _span(self, visit: Visit, each: Instruction, lane: str, name: str, start: float, end: float) -> Span:
-        part, source = self._parts.of(visit, each), source_of(self._module, visit.computation, each)
+        phase, source = self._phases.of(visit, each), source_of(self._module, visit.computation, each)
         named = named_in(self._module, each)
         scope = self._scopes.of(visit.op_name(named) or visit.scope, named.frame)
-        return Span(lane, name, part, scope, source, start, end - start)
+        return Span(lane, name, phase, scope, source, start, end - start)
 
     def _to_or_from(self, visit: Visit, each: Instruction) -> str:
         """The way over the link to the host that something asynchronous goes; empty if it goes none."""

@@ -17,7 +17,7 @@ from scalax._core.mesh.gpu_topologies import (
     is_gpu_topology,
     plugin_fault,
 )
-from scalax._planning.hardware.torus import places_of
+from scalax._planning.hardware.torus import positions_of
 from scalax.errors import MeshError, MissingDependencyError
 from scalax.plan import HARDWARE
 from scalax.sharding import MeshShardingHelper
@@ -257,15 +257,15 @@ def test_every_kind_compiles(kind):
 @pytest.mark.parametrize(('topology', 'domains'), [('h100:2x4', 2), ('gb200:2x4', 1), ('gb200:2x2x2', 2)])
 def test_domains_are_slices(topology, domains):
     helper = helper_of(topology)
-    places = places_of(helper.mesh.devices.flat)
-    assert [place.slice for place in places] == [i * domains // 8 for i in range(8)]
-    assert not any(place.coords for place in places)
+    positions = positions_of(helper.mesh.devices.flat)
+    assert [position.slice for position in positions] == [i * domains // 8 for i in range(8)]
+    assert not any(position.coords for position in positions)
 
 
 @gpu_compiler.needed
 def test_mesh_axes_over_domains():
     helper = helper_of('h100:4', [4, 2], ['tp', 'data'], dcn_axis_dims=[1, 2], num_slices=2)
-    assert [place.slice for place in places_of(helper.mesh.devices.flat)] == [0, 1] * 4
+    assert [position.slice for position in positions_of(helper.mesh.devices.flat)] == [0, 1] * 4
     with pytest.raises(
         MeshError, match=re.escape('must multiply to the number of NVLink domains, which is 4')
     ):

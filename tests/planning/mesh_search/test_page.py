@@ -10,7 +10,7 @@ import pytest
 from selenium.webdriver.common.by import By
 
 from scalax._planning.mesh_search.ranking import ranked
-from scalax.plan import HARDWARE, Candidate, Place, SearchResult
+from scalax.plan import HARDWARE, Candidate, DevicePosition, SearchResult
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
@@ -32,12 +32,12 @@ def plan(fsdp, tp, peak=4, names=('fsdp', 'tp')):
     memory = dataclasses.replace(
         made.memory, arguments=peak * GIB, outputs=0, temporaries=0, peak=peak * GIB, limit=LIMIT
     )
-    places = tuple(Place(0, (i % 2, i // 2)) for i in range(8))
+    positions = tuple(DevicePosition(0, (i % 2, i // 2)) for i in range(8))
     return dataclasses.replace(
         made,
         name='step',
         memory=dataclasses.replace(memory, estimated=False),
-        places=places,
+        device_positions=positions,
         platform='tpu',
         device_kind='TPU v5 lite',
         quick=True,
