@@ -66,8 +66,8 @@ def collective_seconds(
 
     Example:
         >>> from scalax._planning.hardware.specs import HARDWARE
-        >>> from scalax._planning.hardware.torus import Line
-        >>> ring = Route(1, 4, 4, (Line(0, 4, True),))
+        >>> from scalax._planning.hardware.torus import TorusSegment
+        >>> ring = Route(1, 4, 4, (TorusSegment(0, 4, True),))
         >>> round(1e6 * collective_seconds('all-gather', 2 * 1024 * 4096 / 4, ring, HARDWARE['v4'], 1).ici, 1)
         23.3
     """
@@ -101,8 +101,8 @@ def part_of_links(kind: Kind, route: Route) -> float:
     """The part of the links of a group that one collective uses inside a slice: less than 1 for a permute.
 
     Example:
-        >>> from scalax._planning.hardware.torus import Line
-        >>> part_of_links('collective-permute', Route(1, 4, 4, (Line(0, 4, True),)))
+        >>> from scalax._planning.hardware.torus import TorusSegment
+        >>> part_of_links('collective-permute', Route(1, 4, 4, (TorusSegment(0, 4, True),)))
         0.5
     """
     if kind != 'collective-permute' or not route.segments:
