@@ -62,7 +62,7 @@ def shard_map(
         raise ArgumentError(f'shard_map takes a function first, got {type(fun).__name__}')
     signature, helper = CallSignature(fun), active.mesh_helper
     name, what = signature.name, f'shard_map of {signature.name}'
-    signature.check_names(in_specs, 'in_specs')
+    signature.reject_unknown_names(in_specs, 'in_specs')
     _reject_shape_dependent(name, out_specs)
     names = () if axis_names is None else axis_names
     chosen = spec_validation.validated_axes('axis_names of shard_map', names, MeshAxes.of(helper.mesh))

@@ -234,7 +234,7 @@ def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitF
         if rules is not None:
             own[what] = checked_rules(rules, f'{what} of {signature.name}')
             if what != 'out_shardings':
-                signature.check_names(rules, what)
+                signature.reject_unknown_names(rules, what)
     if options.on_mismatch not in ('error', 'reshard'):
         raise ArgumentError(f"on_mismatch is 'error' or 'reshard', got {options.on_mismatch!r}")
     if options.pipeline is not None and not isinstance(options.pipeline, Pipeline):
@@ -398,5 +398,5 @@ def _trace_as_called(
         found = {i: to for i, (leaf, to) in pairs if to is not None and getattr(leaf, 'sharding', None) != to}
         if found:
             typed[slot] = as_moved(typed[slot], found)
-    args, keywords, options = signature.as_called(program.layout, typed, count, names)
+    args, keywords, options = signature.as_user_call(program.layout, typed, count, names)
     return jax.jit(as_called, **options, **program.options).trace(*args, **keywords)

@@ -35,7 +35,7 @@ from tests.support import ROOT
 
 FOLDER = f'{Path(scalax.__file__).parent}/'
 GENERATED = '<scalax '  # the "file" of the function that users call
-PARTITIONER = tuple(f'{FOLDER}{room}/' for room in ('_spmd', '_jaxprs', '_xla_workarounds'))
+PARTITIONER = tuple(f'{FOLDER}{room}/' for room in ('_spmd', '_jaxpr', '_compile/xla_workarounds'))
 READ_BY_IT = (f'{FOLDER}_jax/', f'{FOLDER}_core/pytree/')
 COMPREHENSIONS = {'<listcomp>', '<setcomp>', '<dictcomp>'}  # frames of their own up to Python 3.11
 GUARDED = jax.__version_info__ < (0, 11, 1)  # a deleted argument ends the process there, and is looked for
