@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
-from scalax._compile.call.call_key import Call, is_concrete, is_typed_by
-from scalax._compile.call.placement import moved
+from scalax._compile.call.call_key import Call, is_concrete, type_fits_mesh
+from scalax._compile.call.placement import move_leaves
 from scalax._compile.call.placement_errors import reject_deleted
 from scalax._compile.tracebacks import HidingOurs
 from scalax._jax.tracing import is_compiled
@@ -74,7 +74,7 @@ def placed(call: Call, mesh: Any, wanted: Callable[[], Sequence[NamedSharding]])
     if not moving:
         return call.flat_args
     shardings = wanted()
-    return moved(call.flat_args, {i: shardings[i] for i in moving})
+    return move_leaves(call.flat_args, {i: shardings[i] for i in moving})
 
 
 def _stays_on(leaf: Any, mesh: Any) -> bool:
@@ -84,4 +84,4 @@ def _stays_on(leaf: Any, mesh: Any) -> bool:
         return AxisType.Explicit not in mesh.axis_types or not jax.typeof(leaf).sharding.mesh.empty
     if not (is_concrete(leaf) and leaf.committed and isinstance(leaf.sharding, NamedSharding)):
         return False
-    return [*leaf.sharding.mesh.devices.flat] == [*mesh.devices.flat] and is_typed_by(leaf, mesh)
+    return [*leaf.sharding.mesh.devices.flat] == [*mesh.devices.flat] and type_fits_mesh(leaf, mesh)

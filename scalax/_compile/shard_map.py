@@ -77,7 +77,7 @@ def shard_map(
 
             def body(*blocks: Any) -> tuple[Any, ...]:
                 with active:
-                    results = run_users(fun, *signature.restore(call.replaced(blocks)))
+                    results = run_users(fun, *signature.restore(call.with_leaves(blocks)))
                 # Raises about leaves that are not arrays.
                 resolve(None, results, mesh, mode=ResolveMode.BOUNDARY, where=_OUTPUTS.format(name))
                 outputs.append(jax.tree.map(jax.typeof, results))
@@ -165,10 +165,10 @@ def _arguments(
 ) -> list[NamedSharding]:
     """The shardings of the arguments, leaf by leaf; where the rules leave one open, that of its type."""
     where = f'the arguments of {call.signature.name!r} (in_specs)'
-    rest = 'PartitionSpec() for what is replicated'
+    default = 'PartitionSpec() for replicated arguments'
     if axes.manual.issuperset(axes.mesh.axis_names):
         on_indivisible = 'replicate'  # `_reject_uneven` raises about all of them, and says what helps
-    resolutions = resolve_arguments(in_specs, call, axes.mesh, 'in_specs', on_indivisible, rest=rest)
+    resolutions = resolve_arguments(in_specs, call, axes.mesh, 'in_specs', on_indivisible, default=default)
     _reject_uneven(resolutions, axes, where)
     types = MeshAxes.of(axes.mesh).types
     has_types = all(types[axis] is AxisType.Explicit for axis in axes.manual)
@@ -244,7 +244,7 @@ def _fault(sharding: NamedSharding, axes: _Axes) -> Fault | None:
 _NO_BLOCKS = Fault(
     'no-sharding',
     'None does not determine the blocks',
-    'give PartitionSpec() for what is replicated; only arguments over axes of type Explicit may be None, '
+    'give PartitionSpec() for replicated arguments; only arguments over axes of type Explicit may be None, '
     'which takes their own blocks.',
 )
 

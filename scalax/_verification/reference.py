@@ -88,7 +88,7 @@ class Step:
             slots = call.by_slot(range(len(call.leaves)))
             self._donated = {i for slot in call.layout.donated for i in slots.get(slot, ())}
             self._arguments: Callable[[Sequence[Any]], Any] = lambda leaves: call.signature.restore(
-                call.replaced(leaves)
+                call.with_leaves(leaves)
             )
         else:
             tree = NamedTree.of(_named(self.function, args, kwargs))

@@ -265,8 +265,8 @@ ARGUMENTS = "of the arguments of 'double' (in_specs) cannot be sharded as asked 
 OUTPUTS = "of the outputs of 'double' (out_specs) cannot be sharded as asked (mesh: a=4, b=2):"
 OPEN = (
     '    None does not determine the blocks\n'
-    'What to do: give PartitionSpec() for what is replicated; only arguments over axes of type Explicit may '
-    'be None, which takes their own blocks.'
+    'What to do: give PartitionSpec() for replicated arguments; only arguments over axes of type Explicit '
+    'may be None, which takes their own blocks.'
 )
 
 

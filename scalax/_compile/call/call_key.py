@@ -1,11 +1,9 @@
-"""A call as JAX sees it: its leaves, flattened once, what is known of each, and the key of the call.
+"""A call with its flattened leaves, predicates of a leaf, and the key of the call.
 
-Calls of equal keys take the same shardings. A key is the tree structure of the arguments with the shape,
-dtype and weak type of each leaf, the static values with their types, and JAX's trace context. Where arguments
-are placed is no part of it, except for what their types say: the type of an array on a mesh with Explicit
-axes holds its sharding over those.
-
-What is one for each leaf of a call, in their order, is a column: shardings, types, flags.
+Calls with equal keys take the same shardings. A key is the tree structure of the arguments with the shape,
+dtype and weak type of each leaf, the static values with their types, and JAX's trace context. The key does
+not depend on where arguments are placed, except through their types: the type of an array on a mesh with
+Explicit axes holds its sharding over these axes.
 """
 
 from __future__ import annotations
@@ -26,15 +24,15 @@ from scalax._core.pytree.paths import canonical_dtype, describe_leaf, join, opti
 from scalax._jax.tracing import is_abstract, is_opaque, trace_context, type_of
 from scalax.errors import ArgumentError, module_advice, shown_leaves
 
-Column = TypeVar('Column')
+LeafValue = TypeVar('LeafValue')
 Shardings = Sequence[NamedSharding | None]
-"""A column: the sharding that rules give each leaf; None where they give none."""
+"""The sharding that rules give each leaf of a call, in the order of the leaves, or None."""
 
 LeafType = tuple[tuple[int, ...], Any, bool, PartitionSpec | None]
 
 
 class Call:
-    """The arguments of one call.
+    """The arguments of one call, as slots and as leaves.
 
     Args:
         signature: the parameters of the function.
@@ -42,8 +40,8 @@ class Call:
 
     Attributes:
         layout: the slots.
-        leaves: the leaves of the slots that hold data.
-        treedef: the structure of the list of these slots.
+        leaves: the leaves of the dynamic slots.
+        treedef: the structure of the list of dynamic slots.
     """
 
     def __init__(self, signature: CallSignature, flat_args: Sequence[Any]) -> None:
@@ -55,25 +53,27 @@ class Call:
         self.leaves, self.treedef = jax.tree.flatten(data)
 
     @functools.cached_property
-    def trees(self) -> dict[int, Any]:
-        """The structure of each slot that holds data."""
+    def treedefs(self) -> dict[int, Any]:
+        """The tree structure of each dynamic slot."""
         return dict(zip(self.layout.dynamic, self.treedef.children(), strict=True))
 
-    def by_slot(self, column: Sequence[Column]) -> dict[int, Sequence[Column]]:
-        """A column, divided by slots."""
-        rest = iter(column)
-        return {slot: [*itertools.islice(rest, tree.num_leaves)] for slot, tree in self.trees.items()}
+    def by_slot(self, values: Sequence[LeafValue]) -> dict[int, Sequence[LeafValue]]:
+        """Splits a list with one value per leaf into one list per slot."""
+        rest = iter(values)
+        return {
+            slot: [*itertools.islice(rest, treedef.num_leaves)] for slot, treedef in self.treedefs.items()
+        }
 
-    def replaced(self, leaves: Iterable[Any]) -> list[Any]:
-        """The flat arguments with other leaves."""
+    def with_leaves(self, leaves: Iterable[Any]) -> list[Any]:
+        """Returns the flat arguments with other leaves."""
         flat_args = list(self.flat_args)
         for slot, tree in zip(self.layout.dynamic, self.treedef.unflatten(leaves), strict=True):
             flat_args[slot] = tree
         return flat_args
 
     @functools.cached_property
-    def places(self) -> list[tuple[int, Sequence[Any]]]:
-        """A column: the slot of each leaf, and its path inside."""
+    def leaf_paths(self) -> list[tuple[int, Sequence[Any]]]:
+        """The slot of each leaf, and its key path inside of the slot."""
         return [
             (slot, path)
             for slot in self.layout.dynamic
@@ -81,32 +81,32 @@ class Call:
         ]
 
     def path(self, index: int) -> str:
-        """The path of a leaf in messages: the argument, then the path inside."""
-        slot, path = self.places[index]
+        """Returns the path of a leaf in messages: the argument, then the path inside of it."""
+        slot, path = self.leaf_paths[index]
         return join(self.layout.paths[slot], optional_path(path)) or ''
 
     def describe(self, index: int) -> str:
-        """A leaf as messages show it."""
+        """Returns the path and the type of a leaf for messages."""
         return describe_leaf(self.path(index), self.leaves[index])
 
-    def shown(self, wrong: Sequence[bool]) -> str:
-        """The leaves that a column marks, as messages list them."""
-        return shown_leaves(self.describe(i) for i, is_wrong in enumerate(wrong) if is_wrong)
+    def list_leaves(self, flags: Sequence[bool]) -> str:
+        """Lists the leaves whose flag is set, one per line, for messages."""
+        return shown_leaves(self.describe(i) for i, is_listed in enumerate(flags) if is_listed)
 
 
 # The key of a call ------------------------------------------------------------------------------------
 
 
 class CallKey(NamedTuple):
-    """Equal for calls that take the same shardings.
+    """The cache key of a call. Calls with equal keys take the same shardings.
 
     Attributes:
-        treedef: the structure of the dynamic slots.
+        treedef: the tree structure of the dynamic slots.
         types: (shape, dtype, weak type, spec over Explicit axes) of every leaf.
-        static: (type, value) of every static slot: ``1``, ``True`` and ``1.0`` are equal, and differ.
-        context: JAX's trace context, on which what a function returns may depend.
+        static: (type, value) of every static slot. The type tells ``1``, ``True`` and ``1.0`` apart.
+        context: JAX's trace context, on which the outputs of a function may depend.
         any_explicit: whether the type of some leaf holds a sharding.
-        paths: the leaf paths, where trees of the same structure may have others; else None.
+        paths: the leaf paths, if trees of the same structure may have different paths. Otherwise None.
     """
 
     treedef: Any
@@ -118,18 +118,18 @@ class CallKey(NamedTuple):
 
 
 def call_key(call: Call) -> CallKey:
-    """The key of a call.
+    """Returns the key of a call.
 
     Raises:
-        ArgumentError: a leaf that is not an array, or a static value that cannot be hashed.
-        OverflowError: an integer has more bits than JAX has.
+        ArgumentError: a leaf is not an array, or a static value cannot be hashed.
+        OverflowError: an integer is too large for JAX's integer dtypes.
     """
     try:
         types = tuple(map(leaf_type, call.leaves))
     except TypeError:
         raise _not_arrays(call) from None
     except OverflowError as error:
-        wrong = call.shown([_has_no_type(leaf, OverflowError) for leaf in call.leaves])
+        wrong = call.list_leaves([_has_no_type(leaf, OverflowError) for leaf in call.leaves])
         raise OverflowError(
             f'{call.signature.name} got numbers that are too large ({error}):\n{wrong}'
         ) from None
@@ -138,8 +138,8 @@ def call_key(call: Call) -> CallKey:
     if nodes := call.signature.uncertain_nodes(call.treedef):
         data = [call.flat_args[slot] for slot in call.layout.dynamic]
         paths = uncertain_paths(data, nodes)
-    explicit = bool([spec for *_, spec in types if spec is not None])
-    return CallKey(call.treedef, types, static, trace_context(), explicit, paths)
+    any_explicit = bool([spec for *_, spec in types if spec is not None])
+    return CallKey(call.treedef, types, static, trace_context(), any_explicit, paths)
 
 
 def _static_key(call: Call) -> tuple[tuple[type, Any], ...]:
@@ -157,63 +157,66 @@ def _static_key(call: Call) -> tuple[tuple[type, Any], ...]:
     return tuple((type(call.flat_args[slot]), call.flat_args[slot]) for slot in call.layout.static)
 
 
-# What is known of a leaf ------------------------------------------------------------------------------
+# Types and predicates of a leaf -----------------------------------------------------------------------
 
 
 def leaf_type(leaf: Any) -> LeafType:
-    """The (shape, dtype, weak type, spec over Explicit axes or None) of a leaf, as JAX will see it.
+    """Returns the (shape, dtype, weak type, spec over Explicit axes or None) with which JAX traces a leaf.
 
     Raises:
-        TypeError: JAX does not take the leaf as an array.
+        TypeError: JAX does not accept the leaf as an array.
     """
-    kind = jax.typeof(leaf) if isinstance(leaf, jax.Array) else type_of(leaf)
-    if type(kind) is jax.core.ShapedArray:  # as nearly always: the rest, without a call for each question
-        explicit = AxisType.Explicit in kind.sharding.mesh.axis_types
-        return kind.shape, kind.dtype, kind.weak_type, explicit_spec(kind.sharding) if explicit else None
-    if is_opaque(kind):
-        return (), kind, False, None
-    spec = explicit_spec(getattr(kind, 'sharding', None))
-    return kind.shape, traced_dtype(kind), bool(getattr(kind, 'weak_type', False)), spec
+    aval = jax.typeof(leaf) if isinstance(leaf, jax.Array) else type_of(leaf)
+    if type(aval) is jax.core.ShapedArray:  # the common case, with few calls
+        any_explicit = AxisType.Explicit in aval.sharding.mesh.axis_types
+        return aval.shape, aval.dtype, aval.weak_type, explicit_spec(aval.sharding) if any_explicit else None
+    if is_opaque(aval):
+        return (), aval, False, None
+    spec = explicit_spec(getattr(aval, 'sharding', None))
+    return aval.shape, traced_dtype(aval), bool(getattr(aval, 'weak_type', False)), spec
 
 
-def traced_dtype(kind: Any) -> Any:
-    """The dtype with which JAX traces a type: without x64 it narrows that of a struct, never of an array."""
-    return canonical_dtype(kind.dtype) if isinstance(kind, jax.ShapeDtypeStruct) else kind.dtype
+def traced_dtype(aval: Any) -> Any:
+    """Returns the dtype with which JAX traces a type.
+
+    Without x64, JAX narrows the dtype of a ``ShapeDtypeStruct``, but never the dtype of an array.
+    """
+    return canonical_dtype(aval.dtype) if isinstance(aval, jax.ShapeDtypeStruct) else aval.dtype
 
 
-def sharding_in_type(kind: Any) -> NamedSharding | None:
-    """The sharding that is part of a type; None without Explicit axes."""
-    sharding = getattr(kind, 'sharding', None)
-    explicit = isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
-    return sharding if explicit else None
+def sharding_in_type(aval: Any) -> NamedSharding | None:
+    """Returns the sharding that is part of a type, or None without Explicit axes."""
+    sharding = getattr(aval, 'sharding', None)
+    any_explicit = isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+    return sharding if any_explicit else None
 
 
 def explicit_spec(sharding: Any) -> PartitionSpec | None:
-    """The part of a sharding that is in the type of an array; None without Explicit axes."""
+    """Returns the spec over Explicit axes, which is part of an array's type, or None without such axes."""
     if not has_explicit_axes(sharding):
         return None
     return only_axes(sharding.spec, MeshAxes.of(sharding.mesh).of_type(AxisType.Explicit))
 
 
 def struct_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """A leaf as rules see it: shape, dtype, and the sharding that is part of its type."""
-    kind = jax.typeof(leaf) if isinstance(leaf, jax.Array) else type_of(leaf)
-    if type(kind) is not jax.core.ShapedArray and is_opaque(kind):
+    """Returns a leaf as rules see it: its shape, its dtype, and the sharding that is part of its type."""
+    aval = jax.typeof(leaf) if isinstance(leaf, jax.Array) else type_of(leaf)
+    if type(aval) is not jax.core.ShapedArray and is_opaque(aval):
         return jax.ShapeDtypeStruct((), bool)
-    # What is not part of the type is left out: rules decide alike for arrays of any sharding.
-    sharding = sharding_in_type(kind)
+    # A sharding outside of the type is left out: rules give all arrays of a type the same answer.
+    sharding = sharding_in_type(aval)
     if sharding is None:
-        return _struct(kind.shape, traced_dtype(kind))
-    return jax.ShapeDtypeStruct(kind.shape, traced_dtype(kind), sharding=sharding)
+        return _struct(aval.shape, traced_dtype(aval))
+    return jax.ShapeDtypeStruct(aval.shape, traced_dtype(aval), sharding=sharding)
 
 
-@functools.lru_cache(maxsize=4096)  # layers are alike, and rules see each leaf several times
+@functools.lru_cache(maxsize=4096)  # many layers have the same types, and rules see each leaf several times
 def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def is_deleted(leaf: Any) -> bool:
-    """Whether the buffers of an array are gone."""
+    """Whether the buffers of an array have been deleted."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
 
 
@@ -222,13 +225,13 @@ def is_concrete(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
 
 
-def is_explicit(leaf: Any) -> bool:
-    """Whether an array, or what stands for one, has a type of a mesh with Explicit axes."""
+def has_explicit_type(leaf: Any) -> bool:
+    """Whether an array, or a struct or type that stands for one, has a type of a mesh with Explicit axes."""
     return (is_concrete(leaf) or is_abstract(leaf)) and has_explicit_axes(leaf.sharding)
 
 
-def has_type(leaf: Any, sharding: NamedSharding) -> bool:
-    """Whether the type of a leaf agrees with a sharding over Explicit axes."""
+def type_matches(leaf: Any, sharding: NamedSharding) -> bool:
+    """Whether the type of a leaf has the spec of a sharding over Explicit axes."""
     return explicit_spec(jax.typeof(leaf).sharding) == explicit_spec(sharding)
 
 
@@ -237,18 +240,18 @@ def same_types(first: Any, second: Any) -> bool:
     return (dict(first.shape), first.axis_types) == (dict(second.shape), second.axis_types)
 
 
-def is_typed_by(leaf: Any, mesh: Any) -> bool:
-    """Whether a function that is traced on *mesh* takes the type of an array."""
+def type_fits_mesh(leaf: Any, mesh: Any) -> bool:
+    """Whether a function that is traced on *mesh* accepts the type of an array."""
     if not is_concrete(leaf):
         return True
-    own = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
+    leaf_mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
     if AxisType.Explicit not in mesh.axis_types and not has_explicit_axes(leaf.sharding):
-        return True  # on Auto axes any type of such is
-    return own is not None and same_types(own, mesh)
+        return True  # types without a sharding are equal on all meshes of Auto axes
+    return leaf_mesh is not None and same_types(leaf_mesh, mesh)
 
 
 def is_foreign(leaf: Any, mesh: Any) -> bool:
-    """Whether a value of a trace has a type of another mesh with Explicit axes than *mesh*."""
+    """Whether a tracer has a type of a mesh with Explicit axes other than *mesh*."""
     if not isinstance(leaf, jax.core.Tracer):
         return False
     sharding = sharding_in_type(type_of(leaf))
@@ -256,49 +259,49 @@ def is_foreign(leaf: Any, mesh: Any) -> bool:
 
 
 def is_mismatched(leaf: Any, sharding: NamedSharding | None) -> bool:
-    """Whether an array is committed to another sharding than asked, so that ``jax.jit`` refuses it.
+    """Whether an array is committed to another sharding than required, so that ``jax.jit`` rejects it.
 
-    Where whole copies are asked for, JAX takes a whole copy on any device.
+    If the required sharding is fully replicated, JAX accepts a fully replicated array on any devices.
     """
     if sharding is None or not committed_elsewhere(leaf, sharding):
         return False
     if isinstance(leaf, jax.Ref):
         return True
-    whole = leaf.sharding.is_fully_replicated and sharding.is_fully_replicated
-    return not (whole and leaf.sharding.memory_kind == sharding.memory_kind)
+    replicated = leaf.sharding.is_fully_replicated and sharding.is_fully_replicated
+    return not (replicated and leaf.sharding.memory_kind == sharding.memory_kind)
 
 
 def committed_elsewhere(leaf: Any, sharding: NamedSharding | None) -> bool:
-    """Whether an array, or a reference to one, is committed to anything but *sharding*."""
+    """Whether an array, or a reference to one, is committed to a sharding other than *sharding*."""
     if sharding is None or isinstance(leaf, jax.core.Tracer) or isinstance(sharding.mesh, AbstractMesh):
         return False
     committed = isinstance(leaf, jax.Ref) or (isinstance(leaf, jax.Array) and leaf.committed)
     return committed and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
-def left_alone(leaf: Any) -> bool:
-    """Whether an array of several elements is on one device."""
+def is_single_device(leaf: Any) -> bool:
+    """Whether an array with more than one element is on a single device."""
     concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
     return concrete and leaf.size > 1 and len(leaf.sharding.device_set) == 1
 
 
-# Errors about leaves that JAX does not take -------------------------------------------------------------
+# Errors about leaves that JAX does not accept -----------------------------------------------------------
 
 
 def _not_arrays(call: Call) -> ArgumentError:
     wrong = [_has_no_type(leaf, TypeError) for leaf in call.leaves]
     return ArgumentError(
-        f'{call.signature.name} got leaves that are not arrays:\n{call.shown(wrong)}\n'
+        f'{call.signature.name} got leaves that are not arrays:\n{call.list_leaves(wrong)}\n'
         'What to do: pass arrays or numbers, or name such arguments in static_argnums or static_argnames.\n'
         'What to do: leaves of a tree that also holds arrays cannot be static: take them out, and close over '
         f'them.{module_advice(call.leaves)}'
     )
 
 
-def _has_no_type(leaf: Any, kind: type[Exception]) -> bool:
-    """Whether JAX refuses a leaf with an error of this kind."""
+def _has_no_type(leaf: Any, error_type: type[Exception]) -> bool:
+    """Whether JAX rejects a leaf with an error of this type."""
     try:
         leaf_type(leaf)
     except (TypeError, OverflowError) as error:
-        return isinstance(error, kind)
+        return isinstance(error, error_type)
     return False

@@ -1,9 +1,9 @@
-"""Errors and warnings about arguments that a program cannot take as they are placed.
+"""Errors and warnings about arguments that a program cannot accept, because of their values or shardings.
 
 Before a program runs, `reject_deleted`, `reject_abstract`, `reject_mismatched` and `reject_foreign_types`
-check its arguments. `reject_explained` says why JAX refused a call all the same. Each raises the error that
-it makes, and returns none: an error in a variable of a frame that it passes keeps itself, the frame and the
-arguments alive.
+check its arguments. If JAX rejects a call nevertheless, `raise_known_cause` explains why. All of these
+functions raise the error themselves rather than return it: an error in a local variable of a frame in its own
+traceback is a reference cycle, which would keep the frame and the arguments alive.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from scalax._compile.call.call_key import (
     is_deleted,
     is_foreign,
     is_mismatched,
-    left_alone,
+    is_single_device,
 )
-from scalax._compile.call.resolve_arguments import ReadCall
+from scalax._compile.call.resolve_arguments import ResolvedCall
 from scalax._core.pytree import partition_specs
 from scalax._core.pytree.partition_specs import axis_sizes_text
 from scalax._core.pytree.paths import describe_leaf, optional_path
@@ -40,41 +40,42 @@ from scalax.errors import (
 
 
 def reject_deleted(call: Call) -> None:
-    """Raises ArgumentError if an argument's buffers are gone, naming all such leaves."""
-    if any(gone := [*map(is_deleted, call.leaves)]):
+    """Raises ArgumentError if the buffers of some arguments have been deleted."""
+    if any(deleted := [*map(is_deleted, call.leaves)]):
         raise ArgumentError(
-            f'{call.signature.name} got arrays that are deleted:\n{call.shown(gone)}\n'
+            f'{call.signature.name} got arrays that are deleted:\n{call.list_leaves(deleted)}\n'
             'What to do: they were donated to an earlier call (donate_argnums), which reused their '
             'buffers. Use the outputs of that call instead, or do not donate.'
         ) from None
 
 
 def reject_abstract(call: Call) -> None:
-    """Raises ArgumentError about arguments that stand for arrays and have no values, if there are any."""
+    """Raises ArgumentError if some arguments are types or structs, which have no values."""
     if any(abstract := [*map(is_abstract, call.leaves)]):
         kinds = dict.fromkeys(type(leaf).__name__ for leaf in call.leaves if is_abstract(leaf))
         raise ArgumentError(
             f'{call.signature.name} got types ({", ".join(kinds)}), which have no values:\n'
-            f'{call.shown(abstract)}\n'
+            f'{call.list_leaves(abstract)}\n'
             'What to do: pass arrays. lower, trace, eval_shape and shardings_for of the function, and '
             'helper.plan, take types.'
         ) from None
 
 
 def reject_donated_twice(call: Call) -> None:
-    """Raises ArgumentError about arrays that are given in several places and donated, if there are any."""
-    places: dict[int, list[int]] = {}
+    """Raises ArgumentError if an array is passed in several places and donated."""
+    indices_by_id: dict[int, list[int]] = {}
     for i, leaf in enumerate(call.leaves):
-        if is_concrete(leaf):  # the run that JAX refused may have deleted it
-            places.setdefault(id(leaf), []).append(i)
-    bad = []
-    for given in places.values():
-        if len(given) > 1 and any(call.places[i][0] in call.layout.donated for i in given):
-            bad.append(describe_leaf(' and '.join(map(call.path, given)), call.leaves[given[0]]))
-    if bad:
+        if is_concrete(leaf):  # the run that JAX rejected may have deleted it
+            indices_by_id.setdefault(id(leaf), []).append(i)
+    donated_twice = []
+    for indices in indices_by_id.values():
+        if len(indices) > 1 and any(call.leaf_paths[i][0] in call.layout.donated for i in indices):
+            paths = ' and '.join(map(call.path, indices))
+            donated_twice.append(describe_leaf(paths, call.leaves[indices[0]]))
+    if donated_twice:
         raise ArgumentError(
             f'{call.signature.name} got one array in several places, and donates it (donate_argnums):\n'
-            f'{shown_leaves(bad)}\n'
+            f'{shown_leaves(donated_twice)}\n'
             'What to do: give a copy in each place (jnp.copy), or do not donate.'
         ) from None
 
@@ -82,17 +83,20 @@ def reject_donated_twice(call: Call) -> None:
 def reject_foreign_types(call: Call, mesh: Any, *, movable: bool = False) -> None:
     """Raises MeshError about values of an outer trace whose types are of another mesh than *mesh*.
 
-    Those that are *movable* may be of other axes on as many devices.
+    Args:
+        call: the call.
+        mesh: the mesh of the function.
+        movable: accept values of a mesh with other axes on the same number of devices.
     """
-    bad = [
+    foreign = [
         f'{call.describe(i)} is of {_axes_of(type_of(leaf).sharding.mesh)}'
         for i, leaf in enumerate(call.leaves)
         if is_foreign(leaf, mesh) and not (movable and type_of(leaf).sharding.mesh.size == mesh.size)
     ]
-    if bad:
+    if foreign:
         raise MeshError(
-            f'{call.signature.name} is compiled for {_axes_of(mesh)}, and got values of another mesh with '
-            f'Explicit axes:\n{shown_leaves(bad)}\n'
+            f'{call.signature.name} is compiled for {_axes_of(mesh)}, but got values of another mesh with '
+            f'Explicit axes:\n{shown_leaves(foreign)}\n'
             'What to do: use one helper for functions that call one another.'
         )
 
@@ -102,10 +106,10 @@ def _axes_of(mesh: Any) -> str:
     return f'the mesh ({axis_sizes_text(mesh.shape)}) of types ({types})'
 
 
-def note_flags(error: jax.errors.TracerBoolConversionError, call: Call) -> None:
-    """Adds a note to an error about the value of a traced bool: the flags in trees that a call traces."""
-    pairs = zip(call.places, call.leaves, strict=True)
-    flags = call.shown([bool(path) and _is_flag(leaf) for (_, path), leaf in pairs])
+def add_flags_note(error: jax.errors.TracerBoolConversionError, call: Call) -> None:
+    """Adds a note to an error about a traced bool that lists the flags in trees, which the call traces."""
+    pairs = zip(call.leaf_paths, call.leaves, strict=True)
+    flags = call.list_leaves([bool(path) and _is_flag(leaf) for (_, path), leaf in pairs])
     if flags:
         error.add_note(
             f'{call.signature.name} got flags in trees, and traces them like arrays (sjit and helper.shard '
@@ -121,52 +125,52 @@ def _is_flag(leaf: Any) -> bool:
     return isinstance(leaf, bool) or array == ((), bool)
 
 
-# What JAX refuses ------------------------------------------------------------------------------------
+# After JAX rejected a call ----------------------------------------------------------------------------
 
 
-def reject_explained(error: Exception, read: ReadCall) -> None:
-    """Raises the error that says why JAX refused a call, if something is known to be wrong with the call."""
-    # A run that failed has deleted what was donated to it, and raises errors of other types.
+def raise_known_cause(error: Exception, resolved: ResolvedCall) -> None:
+    """Raises an error that explains why JAX rejected a call, if one of the known causes applies."""
+    # A run that failed raises errors of other types, and has deleted its donated arguments.
     if type(error) is RuntimeError:
-        reject_deleted(read.call)
-    reject_abstract(read.call)
-    reject_mismatched(read)
-    reject_donated_twice(read.call)
+        reject_deleted(resolved.call)
+    reject_abstract(resolved.call)
+    reject_mismatched(resolved)
+    reject_donated_twice(resolved.call)
 
 
-def reject_mismatched(read: ReadCall) -> None:
-    """Raises PlacementError about arrays that are committed to another sharding than asked."""
-    if read.moves.mismatched:
+def reject_mismatched(resolved: ResolvedCall) -> None:
+    """Raises PlacementError about arrays that are committed to another sharding than required."""
+    if resolved.policy.moves_mismatched:
         return
+    call, name = resolved.call, resolved.call.signature.name
     listed = shown_leaves(
         '{} is sharded as {}, asked for: {}'.format(
-            read.call.describe(i), *describe_difference(leaf.sharding, sharding)
+            call.describe(i), *describe_difference(leaf.sharding, sharding)
         )
-        for i, (leaf, sharding) in enumerate(zip(read.call.leaves, read.shardings, strict=True))
-        if read.rules.is_wrong(leaf, sharding)
+        for i, (leaf, sharding) in enumerate(zip(call.leaves, resolved.shardings, strict=True))
+        if resolved.rules.is_wrong(leaf, sharding)
     )
     if not listed:
         return
-    if not read.rules.any_rule:
+    if not resolved.rules.any_rule:
         raise PlacementError(
-            f'{read.call.signature.name} got arrays that are not on its mesh, and in_shardings gives them no '
-            f'sharding:\n{listed}\n'
+            f'{name} got arrays that are not on its mesh, and in_shardings gives them no sharding:\n'
+            f'{listed}\n'
             'What to do: move them first (helper.shard), or name their shardings in in_shardings and pass '
             "on_mismatch='reshard' to sjit to have them moved at every such call."
         ) from None
     raise PlacementError(
-        f'{read.call.signature.name} got arrays that are committed to another sharding than in_shardings '
-        f'gives them:\n{listed}\n'
+        f'{name} got arrays that are committed to another sharding than in_shardings gives them:\n{listed}\n'
         "What to do: move them first (helper.shard), pass on_mismatch='reshard' to sjit to have them "
         'moved at every such call, or use None in in_shardings to leave arguments where they are.'
-        f'{_batch_advice(read)}{_output_advice(read)}'
+        f'{_batch_advice(resolved)}{_output_advice(resolved)}'
     ) from None
 
 
-def _batch_advice(read: ReadCall) -> str:
-    """What to do about batches that are sharded as `prefetch` shards them: over all axes of the mesh."""
-    all_axes = tuple(read.rules.mesh.axis_names)
-    for leaf, sharding in zip(read.call.leaves, read.shardings, strict=True):
+def _batch_advice(resolved: ResolvedCall) -> str:
+    """Returns advice about a batch that is sharded over all mesh axes, which is the default of `prefetch`."""
+    all_axes = tuple(resolved.rules.mesh.axis_names)
+    for leaf, sharding in zip(resolved.call.leaves, resolved.shardings, strict=True):
         if sharding is None or not is_mismatched(leaf, sharding):
             continue
         if not isinstance(leaf.sharding, NamedSharding):
@@ -177,32 +181,33 @@ def _batch_advice(read: ReadCall) -> str:
         if axes and axes == partition_specs.entry_axes(partition_specs.entries(sharding.spec)[0]):
             subset = axes[0] if len(axes) == 1 else axes
             return (
-                ' If helper.prefetch or helper.local_data_to_global_array made the array: they shard rows '
-                f'over all axes of the mesh, unless you pass mesh_axis_subset={subset!r}.'
+                ' If helper.prefetch or helper.local_data_to_global_array made the array: they shard '
+                f'examples over all axes of the mesh, unless you pass mesh_axis_subset={subset!r}.'
             )
     return ''
 
 
-def _output_advice(read: ReadCall) -> str:
-    """What to do about outputs of earlier calls, whose shardings the compiler chose."""
-    if not read.called_before or read.rules.options.out_shardings is not None:
+def _output_advice(resolved: ResolvedCall) -> str:
+    """Returns advice about outputs of earlier calls, whose shardings the compiler chose."""
+    if not resolved.called_before or resolved.rules.options.out_shardings is not None:
         return ''
     return (
-        f' If the array is an output of an earlier call of {read.call.signature.name}: the compiler chose '
-        'its sharding. Give out_shardings, or donate the argument that it replaces (donate_argnums), whose '
-        'sharding it then gets.'
+        f' If the array is an output of an earlier call of {resolved.call.signature.name}: the compiler '
+        'chose its sharding. Give out_shardings, or donate the argument that it replaces (donate_argnums), '
+        'whose sharding it then gets.'
     )
 
 
-def warn_left_alone(call: Call, shardings: Shardings, outputs: Any) -> None:
-    """Warns about outputs that JAX `left_alone`, though arguments are on several devices.
+def warn_single_device_outputs(call: Call, shardings: Shardings, outputs: Any) -> None:
+    """Warns about outputs on a single device, if arguments are on several devices.
 
-    JAX takes the devices from the arguments that the outputs depend on: for ``opt.init(params)`` from none.
+    JAX runs a program on the devices of the arguments that its outputs depend on. The zeros of
+    ``opt.init(params)`` depend on none.
     """
     if any(map(_on_several, call.leaves, shardings)):
         flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
         listed = shown_leaves(
-            describe_leaf(optional_path(path) or '', x) for path, x in flat if left_alone(x)
+            describe_leaf(optional_path(path) or '', x) for path, x in flat if is_single_device(x)
         )
         warn(
             f'outputs of {call.signature.name} are on one device, although arguments are on several: '
@@ -220,21 +225,19 @@ def _on_several(leaf: Any, sharding: NamedSharding | None) -> bool:
 
 
 def describe_difference(first: Any, second: Any) -> tuple[str, str]:
-    """Two shardings that differ, in as few words as show it."""
-    texts = _short(first), _short(second)
-    if texts[0] == texts[1] and all(isinstance(each, NamedSharding) for each in (first, second)):
-        # They differ in their devices, or in the order of these.
-        texts = f'{texts[0]}{_of_devices(first)}', f'{texts[1]}{_of_devices(second)}'
+    """Returns short texts of two different shardings that show the difference."""
+    texts = _text(first), _text(second)
+    if texts[0] == texts[1] and isinstance(first, NamedSharding) and isinstance(second, NamedSharding):
+        # The shardings have other devices, or the same devices in another order.
+        texts = f'{texts[0]}{_devices_text(first)}', f'{texts[1]}{_devices_text(second)}'
     return texts
 
 
-def _of_devices(sharding: Any) -> str:
-    if not isinstance(sharding, NamedSharding):
-        return ''  # others show theirs
+def _devices_text(sharding: NamedSharding) -> str:
     return f' of devices {", ".join(str(device.id) for device in sharding.mesh.devices.flat)}'
 
 
-def _short(sharding: Any) -> str:
+def _text(sharding: Any) -> str:
     if not isinstance(sharding, NamedSharding):
         return str(sharding)
     memory = '' if sharding.memory_kind in (None, 'device') else f' in {sharding.memory_kind}'

@@ -1,4 +1,4 @@
-"""The shardings that rules give the arguments and the outputs of a call."""
+"""Resolution of rules to the shardings of the arguments and the outputs of a call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from scalax._compile.call.call_key import Call, Shardings, committed_elsewhere, is_mismatched, struct_of
-from scalax._compile.call.placement import Move, Moves, place
+from scalax._compile.call.placement import MoveFunction, ReshardPolicy, place_arguments
 from scalax._compile.call.signature import CallSignature
 from scalax._core.context.active_helper import MeshOwner
 from scalax._core.pytree.partition_specs import MeshAxes, text
@@ -24,7 +24,7 @@ from scalax.rules._indivisible import OnIndivisible
 from scalax.rules._resolve import Resolution, ResolveMode, named_sharding, resolve
 from scalax.rules._rule_tree import RuleLike, is_rule
 
-# Their types are array types: looking them up would cost time for each leaf.
+# Leaves of these types have array types. Computing the type of each leaf would be slow.
 _ARRAYS = jax.Array | np.ndarray
 
 OnMismatch = Literal['error', 'reshard']
@@ -51,17 +51,17 @@ class Options:
 
 
 class FunctionRules:
-    """The rules of one sjit function, which give the arguments and the outputs of its calls shardings.
+    """The rules of one sjit function, which determine the shardings of its arguments and outputs.
 
     Attributes:
-        mesh: the helper's mesh; inside ``auto_axes`` and ``explicit_axes`` of JAX with axes of other types.
+        mesh: the helper's mesh. Inside JAX's ``auto_axes`` and ``explicit_axes``, its axes have other types.
         signature: the parameters of the function.
-        options: the rules.
+        options: the options of the function, with its rules.
         partition_batch: whether to find the batch among the arguments.
         any_explicit: whether some mesh axis is Explicit, so that types hold shardings.
-        any_rule: whether an argument has a rule; else JAX only has to know where to run.
-        is_wrong: whether a leaf is committed to another sharding than it is asked to have.
-        resolutions: what the rules made of a call; None once a call has been looked at for warnings.
+        any_rule: whether an argument has a rule.
+        is_wrong: whether a leaf is committed to another sharding than the required one.
+        resolutions: the resolutions of the first call, for warnings. None once the warnings have been given.
     """
 
     def __init__(
@@ -81,26 +81,26 @@ class FunctionRules:
         self.resolutions: list[Resolution] | None = []
 
     def arguments(self, call: Call) -> Shardings:
-        """The shardings of the arguments of a call.
+        """Resolves the shardings of the arguments of a call.
 
         Raises:
-            ShardingError: some leaves cannot be sharded as asked; those of all arguments together.
+            ShardingError: some leaves, of any argument, cannot be sharded as the rules specify.
             StructureError: the rules do not have the structure of the arguments.
         """
-        shardings = self._resolved('in_shardings', call, ResolveMode.BOUNDARY)
+        shardings = self._resolve('in_shardings', call, ResolveMode.BOUNDARY)
         if self.any_explicit and not any(shardings) and not any(struct_of(x).sharding for x in call.leaves):
-            # JAX cannot know on which devices to run: on all, with the arguments replicated.
-            whole = named_sharding(self.mesh, PartitionSpec())
-            return [None if _is_immovable(leaf) else whole for leaf in call.leaves]
+            # Without a sharding JAX does not know the devices. Replicated arguments make it use all of them.
+            replicated = named_sharding(self.mesh, PartitionSpec())
+            return [None if _is_immovable(leaf) else replicated for leaf in call.leaves]
         return shardings
 
     def constraints(self, call: Call) -> Shardings | None:
-        """The shardings to which the arguments are constrained inside; None without any."""
+        """Resolves the shardings of ``args_sharding_constraint``, or returns None without this option."""
         if self.options.args_sharding_constraint is None:
             return None
-        return self._resolved('args_sharding_constraint', call, ResolveMode.INTERMEDIATE)
+        return self._resolve('args_sharding_constraint', call, ResolveMode.INTERMEDIATE)
 
-    def _resolved(self, option: str, call: Call, mode: ResolveMode) -> Shardings:
+    def _resolve(self, option: str, call: Call, mode: ResolveMode) -> Shardings:
         rules = getattr(self.options, option)
         if rules is None:
             return [None] * len(call.leaves)
@@ -110,12 +110,12 @@ class FunctionRules:
         return [sharding for resolution in resolutions for sharding in resolution.shardings]
 
     def outputs(self, tree: Any, call: Call, arguments: Shardings) -> list[NamedSharding | None]:
-        """The shardings of the outputs, leaf by leaf: those of the rules, then those of donated arguments.
+        """Resolves the sharding of each leaf of the outputs, by the rules or from a donated argument.
 
         Args:
-            tree: what the function returns, inside its trace.
+            tree: the outputs of the function, inside its trace.
             call: the call.
-            arguments: what `arguments` gave.
+            arguments: the shardings of the arguments.
 
         Raises:
             ShardingError, StructureError: as for `arguments`.
@@ -139,7 +139,7 @@ class FunctionRules:
                 on_indivisible=self._on_indivisible,
                 as_leaf=struct_of,
             )
-            if problems := _opaque_with_sharding(resolution):
+            if problems := _opaque_leaf_problems(resolution):
                 raise ShardingError(problems, str(MeshAxes.of(self.mesh)), where)
             if self.resolutions is not None:
                 self.resolutions.append(resolution)
@@ -147,7 +147,7 @@ class FunctionRules:
         if call.layout.donated:
             leaves_of, shardings_of = call.by_slot(call.leaves), call.by_slot(arguments)
             donated = [
-                ((call.trees[slot], _types(map(struct_of, leaves_of[slot]))), shardings_of[slot])
+                ((call.treedefs[slot], _types(map(struct_of, leaves_of[slot]))), shardings_of[slot])
                 for slot in call.layout.donated
                 if any(shardings_of[slot])
             ]
@@ -155,68 +155,68 @@ class FunctionRules:
         if self.any_explicit and not arguments:
             # Without an argument JAX does not know on which devices to run.
             shardings = [
-                given or (None if _is_immovable(leaf) else self._by_type(struct))
-                for given, leaf, struct in zip(shardings, leaves, structs, strict=True)
+                sharding or (None if _is_immovable(leaf) else self._sharding_in_type(struct))
+                for sharding, leaf, struct in zip(shardings, leaves, structs, strict=True)
             ]
         return shardings
 
-    def _by_type(self, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def _sharding_in_type(self, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
         return named_sharding(self.mesh, spec)
 
 
-class ReadCall(NamedTuple):
+class ResolvedCall(NamedTuple):
     """A call with the shardings that the rules give its arguments.
 
     Attributes:
         rules: the rules.
         call: the call.
         shardings: the shardings of its leaves.
-        moves: which arguments are moved.
-        typed: the call as JAX will see it, with structs for arguments that move; the same call if none does.
+        policy: which arguments are moved.
+        typed: the call with structs in place of the arguments that move. It is *call* itself if none moves.
         called_before: whether arguments may be outputs of an earlier call.
     """
 
     rules: FunctionRules
     call: Call
     shardings: Shardings
-    moves: Moves
+    policy: ReshardPolicy
     typed: Call
     called_before: bool
 
-    def placed(self, move: Move) -> Sequence[Any]:
-        """The flat arguments where the program takes them."""
-        return place(self.call, self.shardings, self.moves, move)
+    def place(self, move: MoveFunction) -> Sequence[Any]:
+        """Returns the flat arguments, moved by *move* to the shardings of the program."""
+        return place_arguments(self.call, self.shardings, self.policy, move)
 
 
 def donated_shardings(
     outputs: Sequence[jax.ShapeDtypeStruct],
     out_tree: Any,
-    given: Sequence[NamedSharding | None],
+    shardings: Sequence[NamedSharding | None],
     donated: list[tuple[Any, Shardings]],
 ) -> list[NamedSharding | None]:
-    """Gives outputs without a sharding those of donated arguments.
+    """Gives outputs without a sharding the shardings of donated arguments.
 
-    The whole output, or a top-level element of it, with exactly the structure, shapes and dtypes of a
-    donated argument takes that argument's shardings: only then can XLA reuse the buffers.
+    If the entire output, or a top-level element of it, has exactly the structure, shapes and dtypes of a
+    donated argument, it gets that argument's shardings, because only then can XLA reuse the buffers.
 
     Args:
-        outputs: the types of what the function returns.
-        out_tree: the structure of it.
-        given: the shardings asked for, leaf by leaf.
-        donated: of each donated argument its structure with its types, and the shardings of its leaves.
+        outputs: the types of the leaves of the outputs.
+        out_tree: the tree structure of the outputs.
+        shardings: the sharding of each leaf that the rules specify.
+        donated: for each donated argument, its structure with its types, and the shardings of its leaves.
     """
-    result, free = list(given), list(donated)
+    result, unmatched = list(shardings), list(donated)
     children = out_tree.children()
     starts = [0, 0, *itertools.accumulate(child.num_leaves for child in children)]
     for start, treedef in zip(starts, [out_tree, *children], strict=False):
         stop = start + treedef.num_leaves
         if start == stop or any(result[start:stop]):
             continue
-        kind = treedef, _types(outputs[start:stop])
-        match = next((pair for pair in free if pair[0] == kind), None)
+        tree_type = treedef, _types(outputs[start:stop])
+        match = next((pair for pair in unmatched if pair[0] == tree_type), None)
         if match:
-            free.remove(match)
+            unmatched.remove(match)
             result[start:stop] = match[1]
     return result
 
@@ -230,29 +230,29 @@ def resolve_arguments(
     mode: ResolveMode = ResolveMode.BOUNDARY,
     as_leaf: Callable[[Any], Any] | None = None,
     *,
-    rest: str = 'None leaves an argument to the compiler',
+    default: str = 'None leaves an argument to the compiler',
 ) -> list[Resolution]:
-    """Resolves the rules of every dynamic slot of a call; one error names what is wrong with all of them.
+    """Resolves the rules of every dynamic slot of a call. One error lists the problems of all slots.
 
     Args:
-        rules: rules in all the forms of ``in_shardings``.
+        rules: rules in any form that ``in_shardings`` accepts.
         call: the call.
         mesh: as for `scalax.rules._resolve.resolve`.
         option: the name of the option that the rules are for.
         on_indivisible: as for `resolve`.
         mode: as for `resolve`.
         as_leaf: as for `resolve`.
-        rest: what to give for arguments without a sharding, for messages.
+        default: what to write for arguments without a sharding, for messages.
 
     Raises:
-        ShardingError: some leaves cannot be sharded as asked.
+        ShardingError: some leaves cannot be sharded as the rules specify.
         StructureError: rules do not have the structure of their arguments.
     """
     resolutions: list[Resolution] = []
     problems: list[Problem] = []
-    misfits: list[str] = []
+    structure_errors: list[str] = []
     where = f'the arguments of {call.signature.name!r}{"" if rules is None else f" ({option})"}'
-    by_slot = call.signature.rules_by_slot(rules, call.layout, call.flat_args, option, rest)
+    by_slot = call.signature.rules_by_slot(rules, call.layout, call.flat_args, option, default)
     for slot, rule in by_slot.items():
         try:
             resolution = resolve(
@@ -266,26 +266,26 @@ def resolve_arguments(
                 as_leaf=as_leaf,
             )
             resolutions.append(resolution)
-            problems += _opaque_with_sharding(resolution)
+            problems += _opaque_leaf_problems(resolution)
         except ShardingError as error:
             problems.extend(error.problems)
         except StructureError as error:
-            misfits.append(str(error))
-    if misfits:
-        raise StructureError('\n'.join(misfits))
+            structure_errors.append(str(error))
+    if structure_errors:
+        raise StructureError('\n'.join(structure_errors))
     if problems:
         raise ShardingError(problems, str(MeshAxes.of(mesh)), where)
     return resolutions
 
 
-def _opaque_with_sharding(resolution: Resolution) -> list[Problem]:
-    """The problems of leaves that rules give a sharding, and whose types cannot have one."""
+def _opaque_leaf_problems(resolution: Resolution) -> list[Problem]:
+    """Returns a problem for each leaf that rules give a sharding although its type cannot have one."""
     tree, problems = resolution.tree, []
     leaves = tree.original_leaves or tree.leaves
     for i, (leaf, sharding) in enumerate(zip(leaves, resolution.shardings, strict=True)):
-        if sharding is None or isinstance(leaf, _ARRAYS) or not is_opaque(kind := type_of(leaf)):
+        if sharding is None or isinstance(leaf, _ARRAYS) or not is_opaque(aval := type_of(leaf)):
             continue
-        name = (kind if isinstance(kind, type) else type(kind)).__name__
+        name = (aval if isinstance(aval, type) else type(aval)).__name__
         problems.append(
             Problem(
                 'opaque',
@@ -300,7 +300,7 @@ def _opaque_with_sharding(resolution: Resolution) -> list[Problem]:
 
 
 def _is_immovable(leaf: Any) -> bool:
-    """Whether a leaf is no array, or a reference to one, which only its owner moves."""
+    """Whether a leaf is not an array, or is a reference to an array, which only its owner may move."""
     return is_reference(leaf) or is_opaque(type_of(leaf))
 
 

@@ -91,7 +91,7 @@ def batch_paths(call: Call, batch: BatchArguments | None) -> list[str]:
     """
     if batch is None:
         return []
-    holding = [place for i, place in enumerate(call.places) if batch.example_dim(i) is not None]
+    holding = [place for i, place in enumerate(call.leaf_paths) if batch.example_dim(i) is not None]
     paths = [call.layout.paths[slot] or optional_path(path[:1]) or '' for slot, path in holding]
     return [*dict.fromkeys(paths)]
 
@@ -173,7 +173,7 @@ def _named(rules: FunctionRules, call: Call) -> list[bool]:
     return [
         slot in layout.batch
         or (layout.names[slot] == EXTRA_KEYWORDS and getattr(path[0], 'key', None) in keywords)
-        for slot, path in call.places
+        for slot, path in call.leaf_paths
     ]
 
 
@@ -185,7 +185,7 @@ def _found(rules: FunctionRules, call: Call) -> list[bool]:
         return [False] * len(call.leaves)
     kept = [slot for slot in by_specs if slot not in call.layout.donated]
     holding = kept if any(_axes(rule) for slot in kept for rule in given[slot]) else by_specs
-    return [slot in holding for slot, tree in call.trees.items() for _ in range(tree.num_leaves)]
+    return [slot in holding for slot, tree in call.treedefs.items() for _ in range(tree.num_leaves)]
 
 
 def _given(rules: FunctionRules, call: Call) -> dict[int, list[Any]]:

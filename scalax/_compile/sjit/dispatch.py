@@ -9,7 +9,7 @@ A call takes these stages. The next call of the same kind takes the first alone.
    (`_program_of_key`); if the key is new, 5 and 6 come first.
 5. `Dispatcher._trace` traces the user's function, which gives the jaxpr and the shardings of the outputs.
 6. `Dispatcher._program_with` gives the program of these shardings; if they are new, it makes the ``jax.jit``.
-7. `ReadCall.placed` moves arguments to the shardings of the rules.
+7. `ResolvedCall.place` moves arguments to the shardings of the rules.
 8. `Dispatcher._run` calls the program, and explains what it refuses.
 
 Where the program that was tried raises, `Dispatcher.explain_or_retry` either raises an error that says why,
@@ -35,13 +35,13 @@ from scalax._compile.call.call_key import (
     CallKey,
     Shardings,
     call_key,
-    has_type,
     is_deleted,
     is_foreign,
-    left_alone,
+    is_single_device,
+    type_matches,
 )
-from scalax._compile.call.placement import Moves
-from scalax._compile.call.resolve_arguments import FunctionRules, Options, ReadCall
+from scalax._compile.call.placement import ReshardPolicy
+from scalax._compile.call.resolve_arguments import FunctionRules, Options, ResolvedCall
 from scalax._compile.call.signature import CallLayout, CallSignature
 from scalax._compile.sjit.batch_arguments import batch_paths, why_not_partitioned
 from scalax._compile.sjit.program_table import (
@@ -176,8 +176,8 @@ class Dispatcher:
             doing = f'compiling {self.signature.name}'
             with contextlib.nullcontext() if entry.outputs_checked else progress(doing, _log):
                 program = self._program_of(read, entry)
-                placed_args = flat_args if read.typed is call else read.placed(placement.moved)
-                if read.typed is not call and (read.moves.unplaced or read.moves.foreign):
+                placed_args = flat_args if read.typed is call else read.place(placement.move_leaves)
+                if read.typed is not call and (read.policy.moves_unplaced or read.policy.retypes_foreign):
                     self._place_host_data(read, program)
                 self._table.add(flat_args, program)
                 fast_call = self._table if len(self.programs) > 1 else program.call
@@ -212,9 +212,11 @@ class Dispatcher:
         if right is None or right.call is not used:
             # A runtime error comes from a run, which is not repeated; others were raised before tracing.
             return not isinstance(error, jax.errors.JaxRuntimeError)
-        if isinstance(error, ValueError) and placement.targets(read.call.leaves, read.shardings, read.moves):
+        if isinstance(error, ValueError) and placement.target_shardings(
+            read.call.leaves, read.shardings, read.policy
+        ):
             return True  # of an argument that moves first
-        placement_errors.reject_explained(error, read)
+        placement_errors.raise_known_cause(error, read)
         return False
 
     # Questions about a call that is not run -----------------------------------------------------------
@@ -233,7 +235,7 @@ class Dispatcher:
                 Call(self.signature, flat_args), self.mesh, lambda call: self._read(call)[0].shardings
             )
             read, entry = self._read(call)
-            return self._program_of(read, entry), entry, read.placed(placement.as_moved)
+            return self._program_of(read, entry), entry, read.place(placement.retype_leaves)
 
     def explain_propagation(self, flat_args: Sequence[Any]) -> PropagationReport:
         """How a call that is not run is partitioned along its batch; raises as `prepare` does."""
@@ -254,7 +256,7 @@ class Dispatcher:
 
     # Reading a call, and completing what is known of its key ------------------------------------------
 
-    def _read(self, call: Call) -> tuple[ReadCall, Entry]:
+    def _read(self, call: Call) -> tuple[ResolvedCall, Entry]:
         """Reads a call; returns it with what is known of its key.
 
         Raises:
@@ -273,19 +275,21 @@ class Dispatcher:
         # placed arrays only. Elsewhere jax.jit places host data.
         ambient = jax.sharding.get_abstract_mesh()
         retyped = not ambient.empty and constraints.has_other_types(ambient, self.mesh)
-        moves = Moves(
-            unplaced=self.rules.any_explicit or retyped,
-            mismatched=self.options.on_mismatch == 'reshard',
-            foreign=key.any_explicit and not self.rules.any_explicit,
+        policy = ReshardPolicy(
+            moves_unplaced=self.rules.any_explicit or retyped,
+            moves_mismatched=self.options.on_mismatch == 'reshard',
+            retypes_foreign=key.any_explicit and not self.rules.any_explicit,
         )
         typed = call
-        if any(moves):
-            typed_args = placement.place(call, shardings, moves, placement.as_moved)
+        if any(policy):
+            typed_args = placement.place_arguments(call, shardings, policy, placement.retype_leaves)
             if typed_args is not call.flat_args:
                 # Types may hold shardings: the key is that of the arguments as they will be.
                 typed = Call(self.signature, typed_args)
                 entry = self._entry(call_key(typed), typed, shardings)
-        return ReadCall(self.rules, call, shardings, moves, typed, called_before=bool(self.programs)), entry
+        return ResolvedCall(
+            self.rules, call, shardings, policy, typed, called_before=bool(self.programs)
+        ), entry
 
     def _entry(self, key: CallKey, call: Call, shardings: Shardings | None = None) -> Entry:
         """What is known of a key, at least the *shardings* of the arguments, or those of the rules."""
@@ -302,7 +306,7 @@ class Dispatcher:
         """The program of a call, if it is known."""
         return self._read(Call(self.signature, flat_args))[1].program
 
-    def _program_of(self, read: ReadCall, entry: Entry) -> Program:
+    def _program_of(self, read: ResolvedCall, entry: Entry) -> Program:
         """The program of a call, after the check that its arguments are where they belong."""
         if any(map(self.rules.is_wrong, read.call.leaves, read.shardings)):
             placement_errors.reject_mismatched(read)
@@ -359,7 +363,7 @@ class Dispatcher:
         try:
             traced = jax.jit(flat_function, static_argnums=call.layout.static).trace(*call.flat_args)
         except jax.errors.TracerBoolConversionError as error:
-            placement_errors.note_flags(error, call)
+            placement_errors.add_flags_note(error, call)
             raise
         finally:
             self.args_placed.entry = None
@@ -393,7 +397,7 @@ class Dispatcher:
         Programs are known by their slots, the shardings of arguments and outputs, and what else they do.
         """
         assert entry.outputs is not None
-        arguments = tuple(map(compress, call.trees.values(), call.by_slot(entry.arguments).values()))
+        arguments = tuple(map(compress, call.treedefs.values(), call.by_slot(entry.arguments).values()))
         outputs = compress(entry.out_tree, entry.outputs)
         shardings = call.layout, arguments, outputs, entry.on_devices
         program = self.programs.get(shardings)
@@ -419,18 +423,18 @@ class Dispatcher:
 
     # Running the program -------------------------------------------------------------------------
 
-    def _place_host_data(self, read: ReadCall, program: Program) -> None:
+    def _place_host_data(self, read: ResolvedCall, program: Program) -> None:
         """Makes a program place host data in the slots of a call from now on."""
-        moves = read.moves._replace(mismatched=False)
+        policy = read.policy._replace(moves_mismatched=False)
         leaves, shardings = (read.call.by_slot(each) for each in (read.call.leaves, read.shardings))
         forms = {
             slot: compress(tree, shardings[slot])
-            for slot, tree in read.call.trees.items()
-            if placement.targets(leaves[slot], shardings[slot], moves)
+            for slot, tree in read.call.treedefs.items()
+            if placement.target_shardings(leaves[slot], shardings[slot], policy)
         }
-        program.place_host_data(forms, moves)
+        program.place_host_data(forms, policy)
 
-    def _run(self, read: ReadCall, entry: Entry, placed_args: Sequence[Any]) -> Any:
+    def _run(self, read: ResolvedCall, entry: Entry, placed_args: Sequence[Any]) -> Any:
         assert entry.program is not None
         with self.args_placed:
             self.args_placed.entry = entry  # if JAX traces: another thread may have cleared what it had
@@ -438,14 +442,14 @@ class Dispatcher:
                 outputs = entry.program.call(*placed_args)
             except (ValueError, jax.errors.JaxRuntimeError) as error:
                 if not _users_code.hide(error):
-                    placement_errors.reject_explained(error, read)
+                    placement_errors.raise_known_cause(error, read)
                 raise
             finally:
                 self.args_placed.entry = None
         if not entry.outputs_checked:
             entry.outputs_checked = True
-            if self.mesh.size > 1 and any(map(left_alone, jax.tree.leaves(outputs))):
-                placement_errors.warn_left_alone(read.call, read.shardings, outputs)
+            if self.mesh.size > 1 and any(map(is_single_device, jax.tree.leaves(outputs))):
+                placement_errors.warn_single_device_outputs(read.call, read.shardings, outputs)
         return outputs
 
     # What JAX traces of a program --------------------------------------------------------------------
@@ -490,7 +494,7 @@ class Dispatcher:
             if (
                 self.rules.any_explicit
                 and not placed
-                and not all(to is None or has_type(x, to) for x, to in pairs)
+                and not all(to is None or type_matches(x, to) for x, to in pairs)
             ):
                 raise self._wrong_program()  # types are not right yet
         if self._program_of_key(call, entry).flat_function.__dict__['token'] is not token:

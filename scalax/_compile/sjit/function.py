@@ -23,7 +23,7 @@ from typing import (
 import jax
 
 from scalax._compile.call.call_key import Call, Shardings
-from scalax._compile.call.placement import as_moved
+from scalax._compile.call.placement import retype_leaves
 from scalax._compile.call.resolve_arguments import OnMismatch, Options
 from scalax._compile.call.signature import OMITTED, CallSignature
 from scalax._compile.sjit.caller import generate_caller
@@ -187,7 +187,7 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         _, entry, _ = self._dispatcher.prepare(flat_args)
         call = Call(self._dispatcher.signature, flat_args)
         inputs = tuple(
-            call.trees[slot].unflatten(shardings)
+            call.treedefs[slot].unflatten(shardings)
             for slot, shardings in call.by_slot(entry.arguments).items()
             if flat_args[slot] is not OMITTED
         )
@@ -211,7 +211,7 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         leaves = [*map(as_struct, call.leaves)]
         if all(map(operator.is_, leaves, call.leaves)):
             return flat_args
-        return tuple(call.replaced(leaves))
+        return tuple(call.with_leaves(leaves))
 
 
 def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitFunction[Given, Result]:
@@ -397,6 +397,6 @@ def _trace_as_called(
         pairs = enumerate(zip(leaves[slot], each, strict=True))
         found = {i: to for i, (leaf, to) in pairs if to is not None and getattr(leaf, 'sharding', None) != to}
         if found:
-            typed[slot] = as_moved(typed[slot], found)
+            typed[slot] = retype_leaves(typed[slot], found)
     args, keywords, options = signature.as_user_call(program.layout, typed, count, names)
     return jax.jit(as_called, **options, **program.options).trace(*args, **keywords)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 
 from scalax._compile.call.call_key import Call, CallKey, Shardings
-from scalax._compile.call.placement import Moves, moved, targets
+from scalax._compile.call.placement import ReshardPolicy, move_leaves, target_shardings
 from scalax._compile.call.placement_errors import reject_deleted, reject_donated_twice
 from scalax._compile.call.signature import CallLayout, CallSignature
 from scalax._core.util import lru_cache
@@ -100,7 +100,7 @@ class Program:
         self.call: Callable[..., Any] = self._guarded() if DELETED_ARGUMENTS_CRASH and guards else self.jitted
         self._call_placed = self.call  # without the placing of host data
 
-    def place_host_data(self, shardings: Mapping[int, Any], moves: Moves) -> None:
+    def place_host_data(self, shardings: Mapping[int, Any], policy: ReshardPolicy) -> None:
         """Makes calls place host data in these slots before JAX sees it, by *shardings* (`compress`).
 
         Where types hold shardings, host data would be typed as unsharded: each call would be traced, refused
@@ -117,8 +117,8 @@ class Program:
             for slot, form in forms.items():
                 leaves = jax.tree.leaves(flat_args[slot])
                 wanted = form[1] if isinstance(form, tuple) else [form] * len(leaves)
-                if moving := targets(leaves, wanted, moves):
-                    found[slot] = moved(flat_args[slot], moving)
+                if moving := target_shardings(leaves, wanted, policy):
+                    found[slot] = move_leaves(flat_args[slot], moving)
             return call_placed(*found)
 
         self.call = placed

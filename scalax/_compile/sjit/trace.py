@@ -127,7 +127,7 @@ class TracedFunction:
         constraints, flat_args = self._rules.constraints(call), call.flat_args
         inside, entry.batch, entry.pipelines, entry.partitioned = entry.arguments, None, None, None
         if constraints is not None:
-            flat_args = call.replaced(apply_shardings(call.leaves, constraints))
+            flat_args = call.with_leaves(apply_shardings(call.leaves, constraints))
             pairs = zip(constraints, entry.arguments, strict=True)
             inside = [then if now is None else now for now, then in pairs]
         if self._rules.partition_batch or self._rules.signature.has_explicit_batch:
@@ -229,7 +229,7 @@ class TracedFunction:
         leaves = apply_shardings(call.leaves, arguments)
         if constraints is not None:
             leaves = apply_shardings(leaves, constraints)
-        outputs = self.run_users(call.replaced(leaves))
+        outputs = self.run_users(call.with_leaves(leaves))
         outputs = apply_shardings(outputs, rules.outputs(outputs, call, arguments))
         devices = getattr(self.helper.mesh, 'devices', None)
         if devices is None or AxisType.Explicit in mesh.axis_types or not is_compiled():

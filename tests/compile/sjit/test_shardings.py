@@ -272,8 +272,8 @@ def test_the_error_about_a_batch_of_prefetch_names_its_option(asked, subset):
     with HELPER.prefetch([{'x': X, 'y': X}]) as batches, pytest.raises(PlacementError) as error:
         step(next(batches))
     advice = (
-        ' If helper.prefetch or helper.local_data_to_global_array made the array: they shard rows over all '
-        f'axes of the mesh, unless you pass mesh_axis_subset={subset}.'
+        ' If helper.prefetch or helper.local_data_to_global_array made the array: they shard examples over '
+        f'all axes of the mesh, unless you pass mesh_axis_subset={subset}.'
     )
     assert str(error.value).endswith(f'leave arguments where they are.{"" if subset is None else advice}')
     with (
