@@ -166,8 +166,8 @@ def _cells(best: Result | None, found: AutoShardingResult) -> Iterator[str]:
         else:
             yield f'{value:.3g} s' if known is None else f'{value / known:.3f}'
     yield f'{own.peak:.3g} GiB'
-    yield str(found.tried)
-    yield f'{found.seconds:.0f} s'
+    yield str(found.num_trials)
+    yield f'{found.search_seconds:.0f} s'
 
 
 def _line(cells: Sequence[str]) -> str:

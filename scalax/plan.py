@@ -1,7 +1,8 @@
 """Plans: memory, communication and time of a step before any run; searches for the best mesh and rule."""
 
 from scalax._data.reshard.plan import ReshardPlan, plan_reshard
-from scalax._planning.autoshard import AutoShardingResult, GroupChoice, MeshChoice, autoshard
+from scalax._planning.autoshard.autoshard import autoshard
+from scalax._planning.autoshard.result import AutoShardingResult, GroupChoice, MeshChoice
 from scalax._planning.cost.buffers import Buffer
 from scalax._planning.cost.collective_instances import KINDS
 from scalax._planning.cost.collectives import Collective
@@ -11,7 +12,9 @@ from scalax._planning.cost.host_transfers import HostTransfers
 from scalax._planning.cost.memory import Memory
 from scalax._planning.hardware.specs import HARDWARE, Hardware
 from scalax._planning.hardware.torus import DevicePosition, TorusSegment
-from scalax._planning.mesh_search import Candidate, SearchResult, search
+from scalax._planning.mesh_search.candidate import Candidate
+from scalax._planning.mesh_search.result import SearchResult
+from scalax._planning.mesh_search.search import search
 from scalax._planning.program.counting import Exactness
 from scalax._planning.program.module_scopes import ScopeCost, ScopeRuns
 from scalax._planning.program.provenance import Source

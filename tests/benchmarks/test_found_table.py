@@ -43,7 +43,7 @@ def known(models, task):
 
 def search(model, task):
     plan = plan_of(0.25, 0.45, 15 if model is MODELS[1][0] else 2)
-    return types.SimpleNamespace(mesh={'fsdp': 4, 'tp': 2}, plan=plan, tried=9, seconds=88.8)
+    return types.SimpleNamespace(mesh={'fsdp': 4, 'tp': 2}, plan=plan, num_trials=9, search_seconds=88.8)
 
 
 def cells(line):
@@ -69,7 +69,7 @@ def test_on_gpus_the_schedule_is_a_third_time():
         return plan_of(0.1, 0.2, 4, scheduled=seconds)
 
     def search(model, task):
-        return types.SimpleNamespace(mesh={'fsdp': 8}, plan=of(0.12), tried=1, seconds=1)
+        return types.SimpleNamespace(mesh={'fsdp': 8}, plan=of(0.12), num_trials=1, search_seconds=1)
 
     *_, row = found.lines(MODELS[:1], Task('h100:8'), lambda *_: [Result.of('FSDP', of(0.15))], search)
     assert cells(row)[5] == '0.15' and cells(row)[11] == '0.800'

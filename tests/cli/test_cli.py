@@ -241,7 +241,7 @@ def test_a_search_in_which_nothing_fits(job, capsys, tmp_path):
     done = here(capsys, 'search', f'{job}:make_large', *on, '--json')
     assert (done.returncode, done.stderr) == (3, '')
     found = json.loads(done.stdout)
-    assert found['candidates'] and all(' fit: ' in row['lost'] for row in found['candidates'])
+    assert found['candidates'] and all(' fit: ' in row['reason'] for row in found['candidates'])
     assert 'no mesh fits' in (tmp_path / 'page.html').read_text()
 
 

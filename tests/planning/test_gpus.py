@@ -616,7 +616,7 @@ def make_step(helper):
 def test_a_search():
     found = search(make_step, 'h100:2x4', ['fsdp', 'tp'], constraints={'tp': [1, 2, 4]})
     assert found.fits and all(each.plan.platform == 'gpu' for each in found.candidates)
-    assert found.compiled_in_full == 0
+    assert found.num_full_plans == 0
     assert 'in full' not in str(found)
 
 

@@ -19,7 +19,7 @@ from scalax._planning.autoshard.build_result import build_result
 from scalax._planning.autoshard.coordinate_descent import Descent
 from scalax._planning.autoshard.layout import Axes
 from scalax._planning.autoshard.problem import make_problem
-from scalax._planning.autoshard.result import AutoShardingResult, Ended
+from scalax._planning.autoshard.result import AutoShardingResult, StopReason
 from scalax._planning.autoshard.step import make_step
 from scalax._planning.autoshard.trial import OutOfTime, Trials
 from scalax._planning.hardware.specs import Hardware, hardware_of
@@ -125,7 +125,7 @@ def autoshard(
     usable = None if limit is None else int(limit * (1 - headroom))
     meshes = [*_mesh_sizes(len(devices), num_slices, axes, sizes)]
     started = time.monotonic()
-    ended: Ended = ''
+    stop_reason: StopReason = ''
     # Not in the threads of the trials: filters are those of the process, and would not be restored.
     with warnings.catch_warnings(), progress('finding a rule:', _log) as note:
         warnings.simplefilter('error', IndivisibleWarning)
@@ -135,20 +135,20 @@ def autoshard(
         try:
             Descent(trials, meshes, batch_dim).run()
         except OutOfTime:
-            ended = 'time'
+            stop_reason = 'budget'
         except KeyboardInterrupt:
             if not trials.known:
                 raise
-            ended = 'stopped'
+            stop_reason = 'interrupted'
     best = trials.best
     if best is None:
         raise ArgumentError(
             f'no mesh of {len(devices)} devices divides the batch dimension: dimension {batch_dim} of '
             f'{", ".join(map(str, dict.fromkeys(traced.batch_shapes)))}'
         )
-    if best.lost:
-        raise PlanError(f'no layout of {traced.name} could be compiled: {best.lost}')
-    return build_result(trials, best, topology, ended, time.monotonic() - started)
+    if best.failure:
+        raise PlanError(f'no layout of {traced.name} could be compiled: {best.failure}')
+    return build_result(trials, best, topology, stop_reason, time.monotonic() - started)
 
 
 def _names(names: Sequence[str] | None, num_slices: int) -> tuple[str, str, str]:

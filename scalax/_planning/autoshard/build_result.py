@@ -8,13 +8,13 @@ from typing import Any
 from scalax._core.render.tables import human_bytes
 from scalax._planning.autoshard.codegen import program_code
 from scalax._planning.autoshard.regex_rules import readable_rule
-from scalax._planning.autoshard.result import AutoShardingResult, Ended, GroupChoice, MeshChoice
+from scalax._planning.autoshard.result import AutoShardingResult, GroupChoice, MeshChoice, StopReason
 from scalax._planning.autoshard.trial import Trial, Trials, attempt
 from scalax._planning.mesh_search.objective import slower
 
 
 def build_result(
-    trials: Trials, best: Trial, topology: str | None, ended: Ended, seconds: float
+    trials: Trials, best: Trial, topology: str | None, stop_reason: StopReason, seconds: float
 ) -> AutoShardingResult:
     """The result of a search: the best of the trials, with its plan."""
     problem, limit = trials.problem, best.limit
@@ -30,19 +30,19 @@ def build_result(
     return AutoShardingResult(
         mesh=best.layout.sizes,
         rule=rule,
-        batch=best.layout.batch,
+        batch_spec=best.layout.batch,
         pipeline=best.layout.pipeline,
         plan=plan,
         groups=tuple(_explained(trials, best, number) for number in range(len(problem.groups))),
         meshes=_best_of_each_mesh(trials, best),
         fits=None if limit is None else best.memory <= limit,
-        lower_bound=None if roofline is None else plan.flops / roofline.peak,
-        bound=best.bound,
-        estimate=best.estimate,
+        ideal_seconds=None if roofline is None else plan.flops / roofline.peak,
+        overlapped_seconds=best.overlapped_seconds,
+        serial_seconds=best.serial_seconds,
         memory=best.memory,
-        tried=len(trials.known),
-        seconds=seconds,
-        ended=ended,
+        num_trials=len(trials.known),
+        search_seconds=seconds,
+        stop_reason=stop_reason,
         topology=topology,
         _code=program_code(problem, best.layout, topology, rule),
     )
@@ -59,8 +59,9 @@ def _explained(trials: Trials, best: Trial, number: int) -> GroupChoice:
     if not others:
         return GroupChoice(name, spec)
     other = min(others, key=lambda trial: trial.rank)
-    moved = {
-        axes: other.moved.get(axes, 0) - best.moved.get(axes, 0) for axes in {**best.moved, **other.moved}
+    extra_communication = {
+        axes: other.communication.get(axes, 0) - best.communication.get(axes, 0)
+        for axes in {**best.communication, **other.communication}
     }
     return GroupChoice(
         name,
@@ -68,7 +69,7 @@ def _explained(trials: Trials, best: Trial, number: int) -> GroupChoice:
         problem.group_spec(number, other.layout),
         other.seconds - best.seconds,
         other.memory - best.memory,
-        moved,
+        extra_communication,
         other.fits,
     )
 
@@ -84,8 +85,8 @@ def _best_of_each_mesh(trials: Trials, best: Trial) -> tuple[MeshChoice, ...]:
             trial.layout.sizes,
             trial.layout.batch,
             trial.layout.pipeline,
-            trial.bound if math.isfinite(trial.bound) else None,
-            trial.estimate if math.isfinite(trial.estimate) else None,
+            trial.overlapped_seconds if math.isfinite(trial.overlapped_seconds) else None,
+            trial.serial_seconds if math.isfinite(trial.serial_seconds) else None,
             trial.memory,
             _why(trial, best),
         )
@@ -96,8 +97,8 @@ def _best_of_each_mesh(trials: Trials, best: Trial) -> tuple[MeshChoice, ...]:
 def _why(trial: Trial, best: Trial) -> str:
     if trial is best:
         return ''
-    if trial.lost:
-        return trial.lost
+    if trial.failure:
+        return trial.failure
     if not trial.fits:
         assert trial.limit is not None
         return f'does not fit: {human_bytes(trial.memory)}, {human_bytes(trial.limit)} usable'

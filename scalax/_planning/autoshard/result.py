@@ -22,7 +22,7 @@ from scalax._spmd.pipelines.config import Pipeline, options_text
 from scalax.errors import plural
 from scalax.rules import TreePathShardingRule
 
-Ended = Literal['', 'time', 'stopped']
+StopReason = Literal['', 'budget', 'interrupted']
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,20 +32,20 @@ class GroupChoice:
     Attributes:
         name: the paths of its leaves.
         spec: their sharding.
-        next_spec: the next best sharding, if all other groups stay; None if none was tried.
-        seconds: how much longer the step takes with that one.
-        memory: how many more bytes of memory a device needs.
-        moved: how many more bytes a device sends: mesh axes -> bytes.
-        fits: whether the step fits into memory then.
+        next_spec: the second best sharding, with all other groups unchanged; None if none was tried.
+        extra_seconds: how much longer the step takes with *next_spec*.
+        extra_memory: how many more bytes of memory a device needs with it.
+        extra_communication: how many more bytes a device sends with it, mesh axes -> bytes.
+        next_fits: whether the step fits into memory with it.
     """
 
     name: str
     spec: PartitionSpec
     next_spec: PartitionSpec | None = None
-    seconds: float = 0.0
-    memory: int = 0
-    moved: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    fits: bool = True
+    extra_seconds: float = 0.0
+    extra_memory: int = 0
+    extra_communication: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    next_fits: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,27 +54,29 @@ class MeshChoice:
 
     Attributes:
         mesh: mesh axis -> size.
-        batch: the sharding of the batch.
+        batch_spec: the sharding of the batch.
         pipeline: the pipeline over slices; None without one.
-        bound: the fully overlapped step time, in seconds; None if there is no program.
-        estimate: the serial step time, in seconds; None if there is no program.
+        overlapped_seconds: the fully overlapped step time, in seconds; None if there is no program.
+        serial_seconds: the serial step time, in seconds; None if there is no program.
         memory: the bytes on a device.
-        lost: why it is not the best; empty for the best.
+        reason: why it is not the best; empty for the best.
     """
 
     mesh: Mapping[str, int]
-    batch: PartitionSpec
+    batch_spec: PartitionSpec
     pipeline: Pipeline | None
-    bound: float | None
-    estimate: float | None
+    overlapped_seconds: float | None
+    serial_seconds: float | None
     memory: int
-    lost: str
+    reason: str
 
     @property
-    def mean(self) -> float | None:
+    def mean_seconds(self) -> float | None:
         """The mean of both, the objective of the search."""
         return (
-            None if self.bound is None or self.estimate is None else mean(StepTime(self.bound, self.estimate))
+            None
+            if self.overlapped_seconds is None or self.serial_seconds is None
+            else mean(StepTime(self.overlapped_seconds, self.serial_seconds))
         )
 
 
@@ -85,38 +87,38 @@ class AutoShardingResult(Renderable):
     Attributes:
         mesh: mesh axis -> size.
         rule: the rule of all arguments that are not batches.
-        batch: the sharding of the batch.
+        batch_spec: the sharding of the batch.
         pipeline: the pipeline over slices; None without one.
         plan: the quick plan of the step.
         groups: the groups of leaves, and what their shardings save.
         meshes: the meshes that were tried, the best first.
         fits: whether it fits into the usable memory; None if that is unknown.
-        lower_bound: the seconds that any layout takes at least: all operations of the step, divided evenly,
+        ideal_seconds: the seconds that any layout takes at least: all operations of the step, divided evenly,
             at the peak for bfloat16; None if the speed of the devices is unknown.
-        bound: the fully overlapped step time, in seconds.
-        estimate: the serial step time, in seconds.
+        overlapped_seconds: the fully overlapped step time, in seconds.
+        serial_seconds: the serial step time, in seconds.
         memory: the bytes on a device.
-        tried: how many layouts were tried.
-        seconds: how long the search took.
-        ended: why the search ended early: ``'time'``, ``'stopped'``; empty if nothing improved any more.
+        num_trials: how many layouts were tried.
+        search_seconds: how long the search took.
+        stop_reason: ``'budget'`` or ``'interrupted'`` if the search ended early; otherwise empty.
         topology: the hardware; None for the devices of this process.
     """
 
     mesh: Mapping[str, int]
     rule: TreePathShardingRule
-    batch: PartitionSpec
+    batch_spec: PartitionSpec
     pipeline: Pipeline | None
     plan: Plan
     groups: tuple[GroupChoice, ...]
     meshes: tuple[MeshChoice, ...]
     fits: bool | None
-    lower_bound: float | None
-    bound: float
-    estimate: float
+    ideal_seconds: float | None
+    overlapped_seconds: float
+    serial_seconds: float
     memory: int
-    tried: int
-    seconds: float
-    ended: Ended
+    num_trials: int
+    search_seconds: float
+    stop_reason: StopReason
     topology: str | None
     _code: str = dataclasses.field(default='', repr=False)
 
@@ -159,25 +161,27 @@ def _head(found: AutoShardingResult) -> list[str]:
     fits = {True: 'fits', False: 'does not fit', None: 'memory limit unknown'}[found.fits]
     peak = human_bytes(found.memory)
     lines = [
-        f'{_mesh_text(found)} on {where}, batch {spec_code(found.batch)}: {fits} '
-        f'({peak} a device), at least {milliseconds(found.bound)}, '
-        f'{milliseconds(found.estimate)} if nothing overlaps'
+        f'{_mesh_text(found)} on {where}, batch {spec_code(found.batch_spec)}: {fits} '
+        f'({peak} a device), at least {milliseconds(found.overlapped_seconds)}, '
+        f'{milliseconds(found.serial_seconds)} if nothing overlaps'
     ]
-    if found.lower_bound is not None:
+    if (ideal := found.ideal_seconds) is not None:
         lines.append(
-            f'no layout takes less than {milliseconds(found.lower_bound)}, all operations divided '
-            f'evenly; this one takes at least {found.bound / found.lower_bound:.2f} times that, '
-            f'{found.estimate / found.lower_bound:.2f} times if nothing overlaps'
+            f'no layout takes less than {milliseconds(ideal)}, all operations divided evenly; this one takes '
+            f'at least {found.overlapped_seconds / ideal:.2f} times that, '
+            f'{found.serial_seconds / ideal:.2f} times if nothing overlaps'
         )
     if not found.fits and found.plan.buffers:
         first = found.plan.buffers[0]
         lines.append(f'nothing that was tried fits; the largest array at the peak is {first}')
     ends = {
         '': 'until nothing improved',
-        'time': 'until the budget was used up: a larger budget_s may find a better layout',
-        'stopped': 'until it was stopped',
+        'budget': 'until the budget was used up: a larger budget_s may find a better layout',
+        'interrupted': 'until it was stopped',
     }
-    lines.append(f'{plural(found.tried, "layout")} in {found.seconds:.0f} s, {ends[found.ended]}')
+    lines.append(
+        f'{plural(found.num_trials, "layout")} in {found.search_seconds:.0f} s, {ends[found.stop_reason]}'
+    )
     lines.append('to compare its results with one device: helper.verify(step, *arguments), as in to_code()')
     return lines
 
@@ -196,14 +200,17 @@ def _groups(found: AutoShardingResult) -> Table:
         if group.next_spec is None:
             rows.append([*place, None, None, None, None])
             continue
-        if not group.fits:  # it may have no program, and no seconds
+        if not group.next_fits:  # it may have no program, and no seconds
             seconds = 'does not fit'
-        elif abs(group.seconds) < EQUAL * (found.bound + found.estimate) / 2:
+        elif abs(group.extra_seconds) < EQUAL * (found.overlapped_seconds + found.serial_seconds) / 2:
             seconds = 'nearly equal'
         else:
-            seconds = f'{"-" if group.seconds < 0 else "+"}{milliseconds(abs(group.seconds))}'
-        moved = ', '.join(f'{axes} {signed_bytes(size)}' for axes, size in group.moved.items() if size)
-        rows.append([*place, spec_code(group.next_spec), Cell(seconds, group.seconds), group.memory, moved])
+            seconds = f'{"-" if group.extra_seconds < 0 else "+"}{milliseconds(abs(group.extra_seconds))}'
+        communication = ', '.join(
+            f'{axes} {signed_bytes(size)}' for axes, size in group.extra_communication.items() if size
+        )
+        costs = [Cell(seconds, group.extra_seconds), group.extra_memory, communication]
+        rows.append([*place, spec_code(group.next_spec), *costs])
     heads = Column('group', 'lead'), Column('spec', 'code'), Column('next best', 'code')
     numbers = Column('seconds', 'number'), Column('memory', 'number', signed_bytes)
     return Table([*heads, *numbers, Column('bytes', 'code')], rows)
@@ -221,9 +228,9 @@ def _meshes(found: AutoShardingResult) -> Table:
     rows = [
         (
             _mesh_text(row),
-            spec_code(row.batch),
-            *(row.mean, row.bound, row.estimate, row.memory),
-            row.lost or 'best',
+            spec_code(row.batch_spec),
+            *(row.mean_seconds, row.overlapped_seconds, row.serial_seconds, row.memory),
+            row.reason or 'best',
         )
         for row in found.meshes
     ]

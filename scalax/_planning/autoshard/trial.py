@@ -35,38 +35,38 @@ class Trial:
 
     Attributes:
         layout: the layout.
-        bound: the seconds that the step takes at least.
-        estimate: the seconds if nothing overlaps.
+        overlapped_seconds: the seconds that the step takes at least.
+        serial_seconds: the seconds if nothing overlaps.
         memory: the bytes on a device.
         limit: those that it may use; None if unknown.
-        moved: the bytes that each device exchanges, mesh axes -> bytes.
-        lost: why there is no plan; empty if there is one.
+        communication: the bytes that each device exchanges, mesh axes -> bytes.
+        failure: why there is no plan; empty if there is one.
         compiled: whether a compiler has seen it; one whose arguments alone do not fit has not been.
     """
 
     layout: Layout
-    bound: float = math.inf
-    estimate: float = math.inf
+    overlapped_seconds: float = math.inf
+    serial_seconds: float = math.inf
     memory: int = 0
     limit: int | None = None
-    moved: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    lost: str = ''
+    communication: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    failure: str = ''
     compiled: bool = True
 
     @property
     def fits(self) -> bool:
         """Whether it runs in the memory of a device."""
-        return not self.lost and (self.limit is None or self.memory <= self.limit)
+        return not self.failure and (self.limit is None or self.memory <= self.limit)
 
     @property
     def seconds(self) -> float:
         """What a search makes small (`objective`)."""
-        return mean(StepTime(self.bound, self.estimate))
+        return mean(StepTime(self.overlapped_seconds, self.serial_seconds))
 
     @property
     def cost(self) -> float:
         """The seconds; the memory, where it does not fit."""
-        if self.fits or self.lost or self.limit is None:
+        if self.fits or self.failure or self.limit is None:
             return self.seconds
         return (_TOO_LARGE if self.compiled else _NOT_COMPILED) * self.memory / self.limit
 
@@ -89,12 +89,12 @@ def attempt(problem: Problem, layout: Layout, limit: int | None) -> Trial:
     except Exception as error:  # noqa: BLE001 - lost_by raises what is no result of the compiler
         name = f'{axis_sizes_text(layout.sizes)}, batch {spec_code(layout.batch)}'
         name += f', {layout.pipeline}' if layout.pipeline else ''
-        return Trial(layout, limit=limit, lost=reason_of_failure(error, name))
+        return Trial(layout, limit=limit, failure=reason_of_failure(error, name))
     bound, estimate = seconds_of(plan)
     if not math.isfinite(bound):
-        return Trial(layout, limit=limit, lost='the time of its collectives is unknown')
-    moved = {'+'.join(axes): sum(kinds.values()) for axes, kinds in plan.totals.items()}
-    return Trial(layout, bound, estimate, plan.memory.total, limit, moved)
+        return Trial(layout, limit=limit, failure='the time of its collectives is unknown')
+    communication = {'+'.join(axes): sum(kinds.values()) for axes, kinds in plan.totals.items()}
+    return Trial(layout, bound, estimate, plan.memory.total, limit, communication)
 
 
 class OutOfTime(Exception):

@@ -17,17 +17,17 @@ class Candidate:
     Attributes:
         mesh: mesh axis name -> size.
         plan: the plan of the step on it; None if it could not be planned.
-        lost: why it is not the best; empty for the best.
+        reason: why it is not the best; empty for the best.
         ruled_out: whether it lost before it was compiled, as its arguments alone do not fit.
-        least_memory: bytes of a device that any program needs: those of the arguments.
+        argument_bytes: bytes of a device that any program needs: those of the arguments.
         pipeline: the pipeline, if an axis of the mesh is one.
     """
 
     mesh: Mapping[str, int]
     plan: Plan | None = None
-    lost: str = ''
+    reason: str = ''
     ruled_out: bool = False
-    least_memory: int = 0
+    argument_bytes: int = 0
     pipeline: Pipeline | None = None
 
     @property

@@ -30,7 +30,7 @@ def may_fit(candidate: Candidate) -> bool:
 
 def surely_fits(candidate: Candidate) -> bool:
     """Whether a full plan would fit, too."""
-    if candidate.plan is None or candidate.lost:
+    if candidate.plan is None or candidate.reason:
         return False
     memory = candidate.plan.memory
     return not candidate.plan.quick or memory.limit is None or NEAR * memory.total <= memory.limit
@@ -45,9 +45,9 @@ def ranked(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
             c.plan is not None and c.plan.quick,
             order(c),
             not c.ruled_out,
-            c.least_memory,
+            c.argument_bytes,
         ),
     )
-    fitting = [c for c in every if not c.lost]
-    others = [dataclasses.replace(c, lost=slower(_seconds(c), _seconds(fitting[0]))) for c in fitting[1:]]
-    return (*fitting[:1], *others, *(c for c in every if c.lost))
+    fitting = [c for c in every if not c.reason]
+    others = [dataclasses.replace(c, reason=slower(_seconds(c), _seconds(fitting[0]))) for c in fitting[1:]]
+    return (*fitting[:1], *others, *(c for c in every if c.reason))

@@ -47,21 +47,21 @@ class SearchResult(Renderable):
         candidates: the best first; after those that fit, those that do not, or could not be planned.
         topology: the hardware.
         interrupted: whether it was stopped before its end.
-        not_tried: how many candidates were not reached.
-        compiled: how many quick plans were compiled.
-        compiled_in_full: how many full plans were.
-        read: how many plans of either kind were read from the file of an earlier search.
-        seconds: how long the search took.
+        num_untried: how many candidates were not reached.
+        num_quick_plans: how many quick plans were compiled.
+        num_full_plans: how many full plans were.
+        num_cached_plans: how many plans of either kind were read from the file of an earlier search.
+        search_seconds: how long the search took.
     """
 
     candidates: tuple[Candidate, ...]
     topology: str
     interrupted: bool = False
-    not_tried: int = 0
-    compiled: int = 0
-    compiled_in_full: int = 0
-    read: int = 0
-    seconds: float = 0.0
+    num_untried: int = 0
+    num_quick_plans: int = 0
+    num_full_plans: int = 0
+    num_cached_plans: int = 0
+    search_seconds: float = 0.0
 
     def _title(self) -> str:
         step = next((each.plan.name for each in self.candidates if each.plan), 'a step')
@@ -76,7 +76,7 @@ class SearchResult(Renderable):
     @property
     def fits(self) -> bool:
         """Whether the step fits on any mesh that was planned."""
-        return bool(self.candidates) and not self.candidates[0].lost
+        return bool(self.candidates) and not self.candidates[0].reason
 
     @property
     def best(self) -> Plan:
@@ -87,7 +87,7 @@ class SearchResult(Renderable):
         """
         first = self.candidates[0] if self.fits else None
         if first is None or first.plan is None:
-            reasons = ''.join(f'\n- {candidate.name}: {candidate.lost}' for candidate in self.candidates)
+            reasons = ''.join(f'\n- {candidate.name}: {candidate.reason}' for candidate in self.candidates)
             if not self.candidates:
                 raise PlanError(f'the search on {self.topology} was stopped before any mesh was planned')
             raise PlanError(f'the step fits on no mesh of {self.topology}:{reasons}')
@@ -100,13 +100,13 @@ class SearchResult(Renderable):
         ruled_out = sum(candidate.ruled_out for candidate in self.candidates)
         quickly = any(candidate.plan and candidate.plan.quick for candidate in self.candidates)
         how = {
-            'planned quickly' if quickly else 'planned': self.compiled,
-            'in full': self.compiled_in_full,
-            'read from the file': self.read,
+            'planned quickly' if quickly else 'planned': self.num_quick_plans,
+            'in full': self.num_full_plans,
+            'read from the file': self.num_cached_plans,
             'ruled out before compiling': ruled_out,
         }
         counts = ', '.join(f'{count} {what}' for what, count in how.items() if count)
-        stopped = f'; stopped before its end, {self.not_tried} not reached' if self.interrupted else ''
+        stopped = f'; stopped before its end, {self.num_untried} not reached' if self.interrupted else ''
         return f'{meshes} on {self.topology}{": " if counts else ""}{counts}{stopped}'
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def search_blocks(search: SearchResult, title: str) -> list[Block]:
     """A search as blocks, without the plans."""
     best = search.candidates[0] if search.fits else None
     of = f'best of {plural(len(search.candidates), "mesh", "meshes")}' if best else ''
-    took = f'{search.head}; it took {three_figures(search.seconds)} s'
+    took = f'{search.head}; it took {three_figures(search.search_seconds)} s'
     rows = [_row(place, candidate) for place, candidate in enumerate(search.candidates, 1)]
     table = Table(_COLUMNS, rows, best=0 if best else None) if rows else Lines(['There are none.'], 'warn')
     quick = [Lines([_QUICK])] if any(each.plan and each.plan.quick for each in search.candidates) else []
@@ -145,9 +145,9 @@ def _figures(search: SearchResult, best: Candidate | None) -> Iterable[Figure]:
 
 def _row(place: int, candidate: Candidate) -> Row:
     plan = candidate.plan
-    outcome = candidate.lost or 'best'
+    outcome = candidate.reason or 'best'
     if plan is None:
-        needed = candidate.least_memory
+        needed = candidate.argument_bytes
         memory = Cell(f'>{human_bytes(needed)}', needed) if candidate.ruled_out else None
         return [place, candidate.name, None, None, None, memory, outcome]
     seconds, roofline, peak = mean(seconds_of(plan)), plan.known_roofline, plan.memory.peak
@@ -168,7 +168,7 @@ def _plans(search: SearchResult) -> list[Block]:
     """The plan of each mesh, folded."""
     plans = [
         Collapsible(
-            f'{place}. {each.name}: {each.lost or "best"}', plan_blocks(each.plan, each.name, level=2)
+            f'{place}. {each.name}: {each.reason or "best"}', plan_blocks(each.plan, each.name, level=2)
         )
         for place, each in enumerate(search.candidates, 1)
         if each.plan

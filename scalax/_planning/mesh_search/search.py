@@ -142,11 +142,11 @@ def search(
         ranked(done.values()),
         name,
         interrupted,
-        not_tried=len(todo) - len(done),
-        compiled=attempt.quick,
-        compiled_in_full=attempt.full,
-        read=attempt.read,
-        seconds=time.monotonic() - started,
+        num_untried=len(todo) - len(done),
+        num_quick_plans=attempt.quick,
+        num_full_plans=attempt.full,
+        num_cached_plans=attempt.read,
+        search_seconds=time.monotonic() - started,
     )
 
 
@@ -183,18 +183,18 @@ class _Attempts:
                 warnings.simplefilter('error', IndivisibleWarning)
                 warnings.simplefilter('ignore', StagesWarning)
                 step = self._lowered(candidate)
-                candidate = dataclasses.replace(candidate, least_memory=step.argument_bytes)
+                candidate = dataclasses.replace(candidate, argument_bytes=step.argument_bytes)
                 limit = step.hardware.hbm_bytes if step.hardware else None
-                if quick and limit is not None and candidate.least_memory > limit:
-                    least, most = human_bytes(candidate.least_memory), human_bytes(limit)
+                if quick and limit is not None and candidate.argument_bytes > limit:
+                    least, most = human_bytes(candidate.argument_bytes), human_bytes(limit)
                     lost = f'cannot fit: its arguments alone take {least} of {most}'
-                    return dataclasses.replace(candidate, lost=lost, ruled_out=True)
+                    return dataclasses.replace(candidate, reason=lost, ruled_out=True)
                 name = f'{step.fingerprint} {"quick" if quick else "in full"}' if self.file.path else ''
                 plan = self._saved(name) or self._compiled(step, name, quick)
         except Exception as error:  # noqa: BLE001 - lost_by raises what is no result of the compiler
-            return dataclasses.replace(candidate, lost=reason_of_failure(error, candidate.name))
+            return dataclasses.replace(candidate, reason=reason_of_failure(error, candidate.name))
         lost = f'does not fit: {memory_taken(plan)}' if plan.fits is False else ''
-        return dataclasses.replace(candidate, plan=plan, lost=lost)
+        return dataclasses.replace(candidate, plan=plan, reason=lost)
 
     def _saved(self, name: str) -> Plan | None:
         """The plan in the file of trials; None if it has none, or a damaged one."""
@@ -278,5 +278,5 @@ def _in_full(attempt: _Attempts, done: dict[int, Candidate], most: int | None, n
         if fitting >= (1 if most is None else most) or (most is None and surely_fits(done[place])):
             return
         note(f'in full: {done[place].name}')
-        done[place] = attempt(dataclasses.replace(done[place], lost=''), quick=False)
-        fitting += not done[place].lost
+        done[place] = attempt(dataclasses.replace(done[place], reason=''), quick=False)
+        fitting += not done[place].reason

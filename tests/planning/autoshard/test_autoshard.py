@@ -93,7 +93,10 @@ def test_ten_steps_are_those_of_one_device(found):
     tokens = jax.random.randint(jax.random.key(1), (64, 16), 0, 512)
     helper = MeshShardingHelper([*found.mesh.values()], [*found.mesh], True)
     step = helper.sjit(
-        train_step, in_shardings=(found.rule, found.batch), out_shardings=(found.rule, None), batch_argnums=1
+        train_step,
+        in_shardings=(found.rule, found.batch_spec),
+        out_shardings=(found.rule, None),
+        batch_argnums=1,
     )
     state = helper.shard(make_state(), found.rule)
     one = losses(jax.jit(train_step), make_state(), tokens)
@@ -124,22 +127,22 @@ def test_its_code_offers_to_verify_the_step(found, capsys):
 def test_what_it_says(found):
     text = found.to_text(120)
     assert ' on 8 cpu devices, batch ' in text and ': fits (' in text
-    assert 'until nothing improved' in text and found.ended == ''
+    assert 'until nothing improved' in text and found.stop_reason == ''
     assert 'to compare its results with one device: helper.verify(step, *arguments)' in text
-    assert found.fits is True and found.lower_bound is None
+    assert found.fits is True and found.ideal_seconds is None
     assert {group.name for group in found.groups} == {'0/layers/down', '0/layers/up', '0/embed'}
     assert any(len(group.spec) for group in found.groups)
     assert all(group.next_spec is not None and group.next_spec != group.spec for group in found.groups)
-    assert found.meshes[0].lost == '' and all(row.lost for row in found.meshes[1:])
+    assert found.meshes[0].reason == '' and all(row.reason for row in found.meshes[1:])
     assert found.meshes[0].mesh == found.mesh == {'fsdp': 8}
     plain = json.loads(json.dumps(found.to_dict()))
-    assert plain['tried'] == found.tried and plain['rule'] == repr(found.rule)
+    assert plain['num_trials'] == found.num_trials and plain['rule'] == repr(found.rule)
 
 
 @pytest.mark.medium
 def test_no_neighbour_costs_less(found):
-    least = 0.002 * (found.bound + found.estimate) / 2
-    assert all(group.seconds >= -least or not group.fits for group in found.groups)
+    least = 0.002 * (found.overlapped_seconds + found.serial_seconds) / 2
+    assert all(group.extra_seconds >= -least or not group.next_fits for group in found.groups)
 
 
 @pytest.mark.slow
@@ -147,7 +150,7 @@ def test_it_is_deterministic():
     one, other = (autoshard(product, simple(), **options(sizes={'tp': [1, 2]})) for _ in range(2))
     assert {len(row.mesh) for row in one.meshes} == {1, 2}
     assert one.to_code() == other.to_code()
-    assert (one.groups, one.meshes, one.tried) == (other.groups, other.meshes, other.tried)
+    assert (one.groups, one.meshes, one.num_trials) == (other.groups, other.meshes, other.num_trials)
 
 
 @pytest.mark.medium
@@ -173,22 +176,22 @@ def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
     file = tmp_path / 'trials.jsonl'
     first = autoshard(product, simple(), **options(file=file))
     lines = file.read_text().splitlines()
-    assert len(lines) == first.tried
-    edited = lines[-1].replace('"bound"', '"least"')  # as by hand; the line after it counts
+    assert len(lines) == first.num_trials
+    edited = lines[-1].replace('"overlapped_seconds"', '"least"')  # as by hand; the line after it counts
     # As if the machine went down while it wrote the last line.
     file.write_text('\n'.join([*lines[:-1], '{}', 'null', '[1]', edited, lines[-1], lines[0][:40]]) + '\n')
     attempts, attempt = [], trial.attempt
     monkeypatch.setattr(trial, 'attempt', lambda *each: (attempts.append(each), attempt(*each))[1])
     few = autoshard(product, simple(), **options(file=file, sizes={'tp': 8}, budget_s=1e-6))
-    assert (few.mesh, few.tried) == ({'fsdp': 1, 'tp': 8}, 1)  # those of other meshes do not count
+    assert (few.mesh, few.num_trials) == ({'fsdp': 1, 'tp': 8}, 1)  # those of other meshes do not count
     attempts.clear()
     again = autoshard(product, simple(), **options(file=file))
-    assert attempts == [] and (again.rule, again.tried) == (first.rule, first.tried)
+    assert attempts == [] and (again.rule, again.num_trials) == (first.rule, first.num_trials)
     other = autoshard(product, simple(rows=128), **options(file=file))
-    assert len(attempts) == other.tried > 0
+    assert len(attempts) == other.num_trials > 0
     file.write_text('\n'.join([edited]) + '\n')
     attempts.clear()
-    assert autoshard(product, simple(), **options(file=file)).tried == len(attempts) == first.tried
+    assert autoshard(product, simple(), **options(file=file)).num_trials == len(attempts) == first.num_trials
 
 
 def test_ctrl_c_gives_the_best_so_far(monkeypatch):
@@ -203,7 +206,9 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch):
     monkeypatch.setattr(trial, 'attempt', stopped)
     least = 1
     result = autoshard(product, simple(), **options())
-    assert (result.ended, result.tried) == ('stopped', 1) and 'until it was stopped' in str(result)
+    assert (result.stop_reason, result.num_trials) == ('interrupted', 1) and 'until it was stopped' in str(
+        result
+    )
     least = 0
     with pytest.raises(KeyboardInterrupt):
         autoshard(product, simple(), **options())
@@ -216,7 +221,7 @@ def test_an_array_of_the_batch_without_rows_is_whole():
 
     w, x, mask = (jax.ShapeDtypeStruct(shape, 'float32') for shape in [(64, 64), (64, 64), (20, 20)])
     found = autoshard(step, (w, x, mask), **options(batch_argnums=(1, 2), sizes={'tp': 1}))
-    assert found.batch == P('fsdp') and 'in_shardings=(rule, batch, P())' in found.to_code()
+    assert found.batch_spec == P('fsdp') and 'in_shardings=(rule, batch, P())' in found.to_code()
 
 
 def test_filters_of_warnings_are_as_before():
@@ -237,13 +242,13 @@ def test_gradients_of_integers_count_nothing():
         return jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p['w'])), allow_int=True)(params)
 
     params = {'w': jnp.ones((64, 64)), 'steps': jnp.arange(4096)}
-    assert autoshard(step, (params, jnp.ones((64, 64))), **options(budget_s=1e-6)).tried >= 1
+    assert autoshard(step, (params, jnp.ones((64, 64))), **options(budget_s=1e-6)).num_trials >= 1
 
 
 def test_a_budget_that_is_too_small_gives_an_answer():
     result = autoshard(product, simple(), **options(budget_s=1e-6))
-    assert result.ended == 'time' and 'larger budget_s' in str(result)
-    assert result.tried >= 1
+    assert result.stop_reason == 'budget' and 'larger budget_s' in str(result)
+    assert result.num_trials >= 1
 
 
 @pytest.mark.slow
@@ -265,7 +270,7 @@ def test_leaves_that_are_kept():
 @pytest.mark.medium
 def test_names_of_axes():
     result = autoshard(product, simple(), **options(axis_names=['data', 'model'], sizes={'model': 2}))
-    assert result.mesh == {'data': 4, 'model': 2} and result.batch == P('data')
+    assert result.mesh == {'data': 4, 'model': 2} and result.batch_spec == P('data')
 
 
 def test_rows_in_another_dimension():
@@ -273,12 +278,12 @@ def test_rows_in_another_dimension():
         return jnp.einsum('tbd,dh->tbh', x, params['w'])
 
     args = simple()[0], jax.ShapeDtypeStruct((3, 64, 64), 'float32')
-    assert autoshard(step, args, **options(batch_dim=1)).batch == P(None, 'fsdp')
+    assert autoshard(step, args, **options(batch_dim=1)).batch_spec == P(None, 'fsdp')
 
 
 def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_them():
     result = autoshard(product, simple(rows=3), **options(sizes={'tp': 8}))
-    assert result.mesh == {'fsdp': 1, 'tp': 8} and result.batch == P()
+    assert result.mesh == {'fsdp': 1, 'tp': 8} and result.batch_spec == P()
 
 
 @pytest.mark.parametrize(
@@ -433,7 +438,7 @@ def test_settings_of_jax_hold_in_trials():
 @pytest.mark.medium
 def test_of_layouts_that_do_not_fit_a_compiled_one_wins():
     result = autoshard(product, simple(), **options(memory=20_000, sizes={'tp': [1, 2]}))
-    assert result.fits is False and result.bound < 1
+    assert result.fits is False and result.overlapped_seconds < 1
     assert json.dumps(result.to_dict(), allow_nan=False)
 
 
@@ -494,7 +499,7 @@ def test_a_vocabulary_that_does_not_divide_is_sharded_by_its_width():
     args = {'head': args['up'], 'embed': args['down']}, jax.ShapeDtypeStruct((16, 256), 'int32')
     kept = {'keep': [('embed', P())], 'sizes': {'tp': [1, 8]}}
     result = autoshard(step, args, 'v5e:2x4', **options(**kept))
-    assert (result.mesh, result.batch, result.groups[0].spec) == ({'fsdp': 8}, P('fsdp'), P('fsdp'))
+    assert (result.mesh, result.batch_spec, result.groups[0].spec) == ({'fsdp': 8}, P('fsdp'), P('fsdp'))
     sums = {
         row.reason: (row.kind, row.bytes)
         for row in result.plan.collectives
@@ -522,4 +527,4 @@ def test_tensor_parallelism_comes_out_where_rows_are_few():
     specs = result.rule.apply(args[0])
     [axis] = [name for name, size in result.mesh.items() if size == 8]
     assert (specs['up'], specs['down']) == (P(None, axis), P(axis))
-    assert result.fits and result.lower_bound <= result.bound
+    assert result.fits and result.ideal_seconds <= result.overlapped_seconds

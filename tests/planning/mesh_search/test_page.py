@@ -56,15 +56,15 @@ def search():
             [
                 candidate(8, 1, 10),
                 candidate(4, 2, 9),
-                candidate(2, 4, 20, lost='does not fit: 20.0 GiB of 15.8 GiB'),
-                Candidate({'fsdp': 1, 'tp': 8}, lost='cannot fit', ruled_out=True, least_memory=30 * GIB),
-                Candidate({'fsdp': 1, 'tp': 9}, lost='cannot fit', ruled_out=True, least_memory=31 * GIB),
-                Candidate({'fsdp': 1, 'tp': 7}, lost='ValueError: no'),
+                candidate(2, 4, 20, reason='does not fit: 20.0 GiB of 15.8 GiB'),
+                Candidate({'fsdp': 1, 'tp': 8}, reason='cannot fit', ruled_out=True, argument_bytes=30 * GIB),
+                Candidate({'fsdp': 1, 'tp': 9}, reason='cannot fit', ruled_out=True, argument_bytes=31 * GIB),
+                Candidate({'fsdp': 1, 'tp': 7}, reason='ValueError: no'),
             ]
         ),
         'v5e:2x4',
-        compiled=3,
-        seconds=12.3456,
+        num_quick_plans=3,
+        search_seconds=12.3456,
     )
 
 
@@ -72,7 +72,7 @@ def hostile():
     sizes = {HOSTILE: 4, 'tp': 2}
     made = plan(4, 2, names=('<img src=x>', 'tp'))  # a name with quotes is none that XLA reads
     best = Candidate(sizes, dataclasses.replace(made, name=HOSTILE))
-    return SearchResult((best, Candidate(sizes, lost=HOSTILE)), HOSTILE)
+    return SearchResult((best, Candidate(sizes, reason=HOSTILE)), HOSTILE)
 
 
 def written(found, folder, **options):
@@ -92,7 +92,7 @@ def columns(text):
 # --- What is written ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('make', [search, hostile, lambda: SearchResult((), 'v5e:2x4', True, not_tried=3)])
+@pytest.mark.parametrize('make', [search, hostile, lambda: SearchResult((), 'v5e:2x4', True, num_untried=3)])
 def test_the_page_is_well_formed_and_self_contained(make, tmp_path):
     text = written(make(), tmp_path, title='A <b> title')
     root = ET.fromstring(text)
@@ -123,7 +123,7 @@ def test_the_table(tmp_path):
     assert cells['mesh'] == tuple(each.name for each in found.candidates)
     assert cells['memory'][2:] == ('20.0 GiB', '>30.0 GiB', '>31.0 GiB', '')
     assert cells['at least'][3:] == ('', '', '')
-    assert cells['outcome'] == ('best', *(each.lost for each in found.candidates[1:]))
+    assert cells['outcome'] == ('best', *(each.reason for each in found.candidates[1:]))
 
 
 @pytest.mark.parametrize(
@@ -131,15 +131,15 @@ def test_the_table(tmp_path):
     [
         (SearchResult((), 'v5e:2x4'), ['nothing planned', 'There are none.']),
         (
-            SearchResult((Candidate({'x': 8}, lost='no'),), 'v5e:2x4'),
+            SearchResult((Candidate({'x': 8}, reason='no'),), 'v5e:2x4'),
             ['nothing planned'],
         ),
         (
-            SearchResult((candidate(8, 1, 20, lost='does not fit'),), 'v5e:2x4'),
+            SearchResult((candidate(8, 1, 20, reason='does not fit'),), 'v5e:2x4'),
             ['no mesh fits'],
         ),
         (
-            SearchResult((candidate(8, 1),), 'v5e:2x4', True, not_tried=3),
+            SearchResult((candidate(8, 1),), 'v5e:2x4', True, num_untried=3),
             ['1 mesh on v5e:2x4; stopped before its end, 3 not reached'],
         ),
     ],

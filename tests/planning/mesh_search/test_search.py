@@ -146,12 +146,12 @@ def test_all_meshes_are_planned_and_the_best_in_full(found):
     }
     assert [candidate.plan.quick for candidate in found.candidates] == [False, True, True, True]
     assert found.best is found.candidates[0].plan
-    assert (found.interrupted, found.fits, found.candidates[0].lost) == (False, True, '')
+    assert (found.interrupted, found.fits, found.candidates[0].reason) == (False, True, '')
     means = [sum(candidate.plan.roofline().step_seconds) / 2 for candidate in found.candidates]
     assert means[0] == min(means) and means[1:] == sorted(means[1:])
     # Both axes at work: neither gathers of whole weights nor sums of all tokens take long.
     assert found.best.mesh == {'fsdp': 2, 'tp': 4}
-    assert all(candidate.lost.endswith('% slower') for candidate in found.candidates[1:])
+    assert all(candidate.reason.endswith('% slower') for candidate in found.candidates[1:])
     [alone] = [candidate for candidate in found.candidates if candidate.mesh['tp'] == 8]
     assert alone.plan.roofline().bottleneck == 'ici:tp'
 
@@ -166,7 +166,7 @@ def test_the_table(found):
     assert lines[8:] == ['Ranked by quick plans. search(..., full=3) compiles the best three in full.']
     assert 'fsdp=2, tp=4' in found._repr_html_()
     first = found.to_dict()['candidates'][0]
-    assert (first['mesh'], first['lost'], first['plan']) == ({'fsdp': 2, 'tp': 4}, '', found.best.to_dict())
+    assert (first['mesh'], first['reason'], first['plan']) == ({'fsdp': 2, 'tp': 4}, '', found.best.to_dict())
 
 
 @pytest.mark.medium
@@ -178,10 +178,10 @@ def test_what_does_not_fit_or_divide_has_lost():
     lost = search(too_large, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': [1, 4]})
     assert not lost.fits and [candidate.plan.fits for candidate in lost.candidates] == [False, False]
     for candidate in lost.candidates:
-        assert candidate.lost.startswith('does not fit: ') and candidate.lost.endswith(' GiB of 15.8 GiB')
+        assert candidate.reason.startswith('does not fit: ') and candidate.reason.endswith(' GiB of 15.8 GiB')
     with pytest.raises(PlanError) as raised:
         _ = lost.best
-    reasons = ''.join(f'\n- {candidate.name}: {candidate.lost}' for candidate in lost.candidates)
+    reasons = ''.join(f'\n- {candidate.name}: {candidate.reason}' for candidate in lost.candidates)
     assert str(raised.value) == f'the step fits on no mesh of v5e:2x2:{reasons}'
 
     def odd(helper):
@@ -190,7 +190,9 @@ def test_what_does_not_fit_or_divide_has_lost():
     partly = search(odd, 'v5e:2x2', ['fsdp', 'tp'], full=0)
     by_mesh = {tuple(candidate.mesh.values()): candidate for candidate in partly.candidates}
     assert by_mesh[4, 1].plan is None
-    assert by_mesh[4, 1].lost == ('x: bfloat16[6, 1024]: dimension 0 of size 6 does not divide by 4 (fsdp=4)')
+    assert by_mesh[4, 1].reason == (
+        'x: bfloat16[6, 1024]: dimension 0 of size 6 does not divide by 4 (fsdp=4)'
+    )
     assert by_mesh[2, 2].plan and by_mesh[1, 4].plan
 
 
@@ -219,7 +221,7 @@ def test_failures_and_interruptions(monkeypatch):
 
     monkeypatch.setattr(module, 'plan_lowered', failing)
     found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], full=0)
-    assert [(candidate.name, candidate.lost) for candidate in found.candidates] == [
+    assert [(candidate.name, candidate.reason) for candidate in found.candidates] == [
         ('fsdp=1, tp=4', ''),
         ('fsdp=4, tp=1', 'INTERNAL: the compiler fell over This is why'),
         ('fsdp=2, tp=2', 'ValueError: axis 0 of size 3 is not divisible by 2'),
@@ -240,7 +242,7 @@ def test_failures_and_interruptions(monkeypatch):
     )
     stopped_at = 4, 1
     nothing = search(make_step, 'v5e:2x2', ['fsdp', 'tp'])
-    assert (nothing.candidates, nothing.not_tried) == ((), 3)
+    assert (nothing.candidates, nothing.num_untried) == ((), 3)
     with pytest.raises(PlanError, match=r'^the search on v5e:2x2 was stopped before any mesh was planned$'):
         _ = nothing.best
 
@@ -266,10 +268,10 @@ def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
     stop_at = None
     found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
     assert asked == [((4, 1), True), ((2, 2), True), ((1, 4), True), ((4, 1), False)]
-    assert (found.compiled, found.compiled_in_full, found.read) == (1, 1, 2)
+    assert (found.num_quick_plans, found.num_full_plans, found.num_cached_plans) == (1, 1, 2)
     assert str(found).startswith('3 meshes on v5e:2x2: 1 planned quickly, 1 in full, 2 read from the file\n')
     again = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
-    assert (len(asked), again.read) == (4, 4) and again.candidates == found.candidates
+    assert (len(asked), again.num_cached_plans) == (4, 4) and again.candidates == found.candidates
     # Another step, or other options of the compiler, are not in the file.
     only = {'constraints': {'tp': 1}, 'full': 0, 'file': file}
     search(lambda helper: make_step(helper, tokens=8192), 'v5e:2x2', ['fsdp', 'tp'], **only)
@@ -287,7 +289,7 @@ def test_damaged_plans_are_made_again(tmp_path):
     first = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
     file.write_text(file.read_text().replace('"peak"', '"beak"'))
     again = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
-    assert (again.read, again.compiled) == (0, 1) and again.best == first.best
+    assert (again.num_cached_plans, again.num_quick_plans) == (0, 1) and again.best == first.best
 
 
 @tpu_compiler.needed
@@ -341,7 +343,7 @@ def test_near_the_limit_a_full_plan_decides(monkeypatch, quick, full):
     found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': 2}, full=full)
     assert asked == [(2, 2, True), (2, 2, False)]
     assert found.fits and not found.best.quick
-    assert (found.compiled, found.compiled_in_full) == (1, 1)
+    assert (found.num_quick_plans, found.num_full_plans) == (1, 1)
 
 
 @pytest.mark.medium
@@ -362,7 +364,7 @@ def test_no_more_full_plans_are_made_than_are_asked_for(monkeypatch, full, made)
     asked = _with_memory(monkeypatch, quick=1.05, full=0.9)
     found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], full=full)
     assert [quick for *_, quick in asked] == [True] * 3 + [False] * made
-    assert found.fits and found.compiled_in_full == made
+    assert found.fits and found.num_full_plans == made
 
 
 @pytest.mark.medium
@@ -371,7 +373,7 @@ def test_full_plans_are_made_until_one_fits(monkeypatch):
     asked = _with_memory(monkeypatch, quick=0.95, full=1.05)
     found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'])
     assert [quick for *_, quick in asked] == [True] * 3 + [False] * 3
-    assert not found.fits and all(candidate.lost for candidate in found.candidates)
+    assert not found.fits and all(candidate.reason for candidate in found.candidates)
     assert [candidate.plan.refusal for candidate in found.candidates] == ['RESOURCE_EXHAUSTED'] * 3
 
 
@@ -387,15 +389,15 @@ def test_what_cannot_fit_is_not_compiled(monkeypatch):
         return make_step(helper, rules, width=65536, tokens=1024)
 
     found = search(large, 'v5e:4x4', ['fsdp', 'tp'], constraints={'tp': [1, 4]})
-    assert asked == [(4, 4, True)] and (found.compiled, found.fits) == (1, True)
+    assert asked == [(4, 4, True)] and (found.num_quick_plans, found.fits) == (1, True)
     best, lost = found.candidates
-    assert (best.name, best.ruled_out, best.least_memory) == ('fsdp=4, tp=4', False, 4 * 2**30 + 2**25)
-    assert (lost.plan, lost.ruled_out, lost.least_memory) == (None, True, 64 * 2**30 + 2**23)
-    assert lost.lost == 'cannot fit: its arguments alone take 64.0 GiB of 15.8 GiB'
+    assert (best.name, best.ruled_out, best.argument_bytes) == ('fsdp=4, tp=4', False, 4 * 2**30 + 2**25)
+    assert (lost.plan, lost.ruled_out, lost.argument_bytes) == (None, True, 64 * 2**30 + 2**23)
+    assert lost.reason == 'cannot fit: its arguments alone take 64.0 GiB of 15.8 GiB'
     assert found.to_text(120).splitlines()[0] == (
         '2 meshes on v5e:4x4: 1 planned quickly, 1 ruled out before compiling'
     )
-    assert '>64.0 GiB' in found.to_text(160) and lost.lost in found.to_text(160)
+    assert '>64.0 GiB' in found.to_text(160) and lost.reason in found.to_text(160)
 
 
 @tpu_compiler.needed
@@ -409,14 +411,14 @@ def test_what_reads_little_of_its_arguments_is_planned():
         return fun, (table, row)
 
     found = search(look_up, 'v5e:2x4', ['dp', 'tp'], constraints={'tp': [1, 8]})
-    assert found.compiled == 2 and not any(each.ruled_out for each in found.candidates)
+    assert found.num_quick_plans == 2 and not any(each.ruled_out for each in found.candidates)
     assert [each.name for each in found.candidates] == ['dp=8, tp=1', 'dp=1, tp=8']  # nothing is gathered
 
 
 @tpu_compiler.needed
 def test_bounds_are_bounds(found):
     for candidate in found.candidates:
-        assert 0 < candidate.least_memory <= candidate.plan.memory.arguments
+        assert 0 < candidate.argument_bytes <= candidate.plan.memory.arguments
 
 
 # --- What it takes -------------------------------------------------------------------------------
@@ -471,14 +473,14 @@ def test_slices():
     by_mesh = {tuple(candidate.mesh.values()): candidate for candidate in found.candidates}
     assert any(name.startswith('dcn:fsdp') for name in by_mesh[8, 1].plan.roofline().parts)
     # One axis of eight has no room for two slices along the other.
-    assert by_mesh[1, 8].plan is None and '2 slices' in by_mesh[1, 8].lost
+    assert by_mesh[1, 8].plan is None and '2 slices' in by_mesh[1, 8].reason
 
 
 # --- The value -----------------------------------------------------------------------------------
 
 
 def test_nothing_found():
-    nothing = SearchResult((Candidate({'x': 4}, lost='no'),), 'v5e:2x2')
+    nothing = SearchResult((Candidate({'x': 4}, reason='no'),), 'v5e:2x2')
     assert not nothing.fits
     assert not SearchResult((), 'v5e:2x2').fits
     assert str(nothing).splitlines()[-1].split() == ['1', 'x=4', 'no']

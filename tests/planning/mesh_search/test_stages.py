@@ -82,7 +82,7 @@ def test_over_a_slow_network_a_pipeline_wins(found):
     best, _, without, undivided = found.candidates
     assert (best.pipeline, without.pipeline) == (PARTS[1], None)
     assert 'dcn:data' in without.plan.roofline().parts and 'dcn:stage' in best.plan.roofline().parts
-    assert undivided.plan is None and 'do not divide by 5 microbatches x 4 devices' in undivided.lost
+    assert undivided.plan is None and 'do not divide by 5 microbatches x 4 devices' in undivided.reason
 
 
 @pytest.mark.medium
@@ -126,8 +126,8 @@ def test_what_cannot_be_a_pipeline_says_why(options, said):
 
     found = search(make, 'v5e:2x4', AXES, constraints=over_slices, pipelines=PARTS[1], full=0)
     without, lost = found.candidates
-    assert without.lost == '' and lost.plan is None
-    assert said in lost.lost and '\n' not in lost.lost and 'What to do' not in lost.lost
+    assert without.reason == '' and lost.plan is None
+    assert said in lost.reason and '\n' not in lost.reason and 'What to do' not in lost.reason
 
 
 def llama(tokens):
