@@ -209,7 +209,11 @@ def _groups(found: AutoShardingResult) -> Table:
         communication = ', '.join(
             f'{axes} {signed_bytes(size)}' for axes, size in group.extra_communication.items() if size
         )
-        costs: list[Cell | int | str] = [Cell(seconds, group.extra_seconds), group.extra_memory, communication]
+        costs: list[Cell | int | str] = [
+            Cell(seconds, group.extra_seconds),
+            group.extra_memory,
+            communication,
+        ]
         rows.append([*place, spec_code(group.next_spec), *costs])
     heads = Column('group', 'lead'), Column('spec', 'code'), Column('next best', 'code')
     numbers = Column('seconds', 'number'), Column('memory', 'number', signed_bytes)
