@@ -1,4 +1,4 @@
-"""A step on a mesh: its jaxpr is partitioned, and runs on every device in one ``jax.shard_map``."""
+"""Partitioned steps: one ``jax.shard_map`` runs the partitioned jaxpr of a step on all devices."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class StepArgument(NamedTuple):
-    """What is known of an argument of a step.
+    """The properties of an argument of a step.
 
     Attributes:
         spec: its sharding; None if the compiler decides.
         is_batch: whether it holds examples.
-        path: its path.
+        path: its leaf path.
     """
 
     spec: PartitionSpec | None
@@ -43,13 +43,15 @@ class StepArgument(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What is known of a result of a step.
+    """The properties of a result of a step.
 
     Attributes:
         spec: its sharding; None if the compiler decides.
-        path: the path of the state that it is, or whose gradient it is; None of others, such as a loss.
-        state_spec: the sharding of that state, which sums get if nothing is said of the result.
-        distance: how far it is from its state: 0 of an updated weight, and more of its moments.
+        path: the leaf path of the state that it is, or whose gradient it is. None for other results, such as
+            a loss.
+        state_spec: the sharding of that state. Partial sums are reduced to it if *spec* is None.
+        distance: how many operations scale the state on the way to this result: 0 for an updated weight, more
+            for its moments.
     """
 
     spec: PartitionSpec | None
@@ -59,16 +61,16 @@ class StepResult(NamedTuple):
 
 
 class PartitionedStep(NamedTuple):
-    """A step that is partitioned.
+    """A partitioned step.
 
     Attributes:
         jaxpr: the jaxpr that each device runs.
         in_specs: the specs of its arguments along the batch axes.
-        out_specs: those of its results.
-        collectives: its collectives, and those whose results turned out not to be used.
+        out_specs: the specs of its results along the batch axes.
+        collectives: its collectives, including those whose results are unused.
         axes: the mesh axes of the batch.
         auto_axes: the other mesh axes, which stay Auto inside.
-        auto_specs: the specs of its results along these; None where the compiler decides.
+        auto_specs: the specs of its results along the Auto axes; None where the compiler decides.
         batch: which arguments hold examples.
     """
 
@@ -83,21 +85,21 @@ class PartitionedStep(NamedTuple):
 
     @property
     def redundancy(self) -> Redundancy:
-        """The work of each device, with the places of the collectives."""
+        """The work that devices duplicate, and where the collectives are in the jaxpr."""
         from scalax._spmd.report.redundant_work import Redundancy  # here, because few programs ask
 
         return Redundancy(self.jaxpr, self.in_specs, self.axes, self.batch)
 
     @property
     def collective_rows(self) -> list[CollectiveRow]:
-        """The list of its collectives."""
+        """The rows of the report, one for each kind of collective."""
         from scalax._spmd.report.collective_reasons import collective_rows
 
         return collective_rows(self.collectives, self.redundancy)
 
     @property
     def collective_reasons(self) -> dict[int, str]:
-        """Why each collective is there, by the numbers in the names of operations."""
+        """The reason of each collective, by its id (which is part of the name of its operation)."""
         from scalax._spmd.report.collective_reasons import reasons_of
 
         return reasons_of(self.collectives, self.redundancy.of_examples)
@@ -116,113 +118,152 @@ def partition_step(
 
     Args:
         jaxpr: the closed jaxpr.
-        arguments: what is known of its arguments.
-        results: what is known of its results.
-        mesh: the mesh, in force, of Auto axes.
-        batch_axes: the mesh axes that shard the examples, from the major one to the minor one; the axis of
-            stages, if there is one, is the last of them. The compiler partitions along the others.
-        options: what users choose.
-        find_pipelines: returns the jaxpr, and the loops over layers in it that run as pipelines.
+        arguments: the properties of its arguments.
+        results: the properties of its results.
+        mesh: the active mesh, of Auto axes.
+        batch_axes: the mesh axes that shard the examples, from major to minor. The pipeline axis, if there is
+            one, is the last of them. The compiler partitions along the other mesh axes.
+        options: the user's options.
+        find_pipelines: returns the jaxpr, and the scans over layers in it that run as pipelines.
 
     Raises:
-        CannotPartition: some equation is not handled.
+        CannotPartition: the partitioner does not support some equation.
     """
-    axes, inner = tuple([axis for axis in batch_axes if mesh.shape[axis] > 1]), opened(jaxpr)
-    sizes = {axis: mesh.shape[axis] for axis in axes}
-    others = {axis: size for axis, size in mesh.shape.items() if axis not in axes and size > 1}
-    whole = replicated(len(axes))
-
-    @functools.cache
-    def placed_of(spec: PartitionSpec | None, shape: tuple[int, ...], is_state: bool) -> Placements:
-        found = placements_of_spec(spec or PartitionSpec(), sizes, whole, shape)
-        return tuple(map(state_placement, found)) if is_state else found
-
-    def placed(spec: PartitionSpec | None, atom: Any, is_state: bool) -> Placements:
-        return placed_of(spec, shape_of(atom), is_state)
-
-    known = [
-        Argument(placed(each.spec, var, not each.is_batch), is_state=not each.is_batch)
-        for each, var in zip(arguments, inner.invars, strict=True)
+    axes = tuple([axis for axis in batch_axes if mesh.shape[axis] > 1])
+    invars, outvars = opened(jaxpr).invars, opened(jaxpr).outvars
+    layouts = _LayoutReader(mesh, axes)
+    auto_sizes = layouts.auto_sizes
+    argument_infos = [
+        Argument(
+            layouts.placements(leaf.spec, var, is_state=not leaf.is_batch),
+            is_state=not leaf.is_batch,
+        )
+        for leaf, var in zip(arguments, invars, strict=True)
     ]
-
-    @functools.cache
-    def along_others_of(spec: PartitionSpec, rank: int) -> PartitionSpec:
-        return auto_spec(spec, rank, others)
-
-    def auto(spec: PartitionSpec | None, atom: Any) -> AutoDims:
-        return auto_dims(spec or PartitionSpec(), len(shape_of(atom)), others) if others else NO_AXES
-
-    def layout(i: int, path: str | None, spec: PartitionSpec | None, var: Any) -> Layout | None:
-        if spec is None:
-            return None
-        along_others = tuple([(dim, axes) for dim, axes in enumerate(auto(spec, var)) if axes])
-        return Layout(placed(spec, var, is_state=True), path, i, along_others)
-
-    wanted = [
-        # What a gradient becomes is its weight rather than its moments, in whatever order they come.
-        layout(i + x.distance * len(results), x.path, x.state_spec if x.spec is None else x.spec, var)
-        for i, (x, var) in enumerate(zip(results, inner.outvars, strict=True))
+    result_layouts = [
+        # Of a weight and its moments, a gradient gets the layout of the weight, in whatever order they come.
+        layouts.layout(
+            i + leaf.distance * len(results),
+            leaf.path,
+            leaf.state_spec if leaf.spec is None else leaf.spec,
+            var,
+        )
+        for i, (leaf, var) in enumerate(zip(results, outvars, strict=True))
     ]
-    states = [
-        layout(i, leaf.path, leaf.spec, var)
-        if not (leaf.is_batch or is_replicated(argument.placements))
-        else None
-        for i, (leaf, var, argument) in enumerate(zip(arguments, inner.invars, known, strict=True))
+    state_layouts = [
+        None
+        if leaf.is_batch or is_replicated(info.placements)
+        else layouts.layout(i, leaf.path, leaf.spec, var)
+        for i, (leaf, var, info) in enumerate(zip(arguments, invars, argument_infos, strict=True))
     ]
-    if others:
+    if auto_sizes:
         jaxpr = constrain_updated_stacks(
             jaxpr,
-            [_sharding(each.spec, mesh) for each in arguments],
-            [_sharding(each.spec, mesh) for each in results],
+            [_sharding(argument.spec, mesh) for argument in arguments],
+            [_sharding(result.spec, mesh) for result in results],
             mesh,
         )
-    jaxpr = apply_rewrites(jaxpr, StepFacts(known, wanted, mesh, axes))
+    jaxpr = apply_rewrites(jaxpr, StepFacts(argument_infos, result_layouts, mesh, axes))
     pipelines: Mapping[int, Any] = {}
     if find_pipelines is not None:
         jaxpr, pipelines = find_pipelines(jaxpr)
-    placed_along_others = [
-        auto(each.spec, var) for each, var in zip(arguments, opened(jaxpr).invars, strict=True)
+    argument_auto_dims = [
+        layouts.auto_dims(argument.spec, var)
+        for argument, var in zip(arguments, opened(jaxpr).invars, strict=True)
     ]
-    along_others = AutoShardings(jaxpr, placed_along_others, others)
-    partitioner = Partitioner(jaxpr, known, wanted, mesh, axes, along_others, options, states)
+    auto_shardings = AutoShardings(jaxpr, argument_auto_dims, auto_sizes)
+    partitioner = Partitioner(
+        jaxpr, argument_infos, result_layouts, mesh, axes, auto_shardings, options, state_layouts
+    )
     partitioner.pipelines.update(pipelines)
-    first = [
-        REDUCE_TO_ALL if layout is None else REDUCE_TO_STATE if x.spec is None else layout.placements
-        for layout, x in zip(wanted, results, strict=True)
+    targets = [
+        REDUCE_TO_ALL if layout is None else REDUCE_TO_STATE if result.spec is None else layout.placements
+        for layout, result in zip(result_layouts, results, strict=True)
     ]
-    found = partitioner.partition(jaxpr, known, first)
-    if any(isinstance(x, Partial) for placements in found.placements for x in placements):
-        found = partitioner.partition(jaxpr, known, [*map(_reduced, found.placements)])
+    partitioned = partitioner.partition(jaxpr, argument_infos, targets)
+    if any(isinstance(x, Partial) for placements in partitioned.placements for x in placements):
+        targets = [*map(_without_sums, partitioned.placements)]
+        partitioned = partitioner.partition(jaxpr, argument_infos, targets)
     collectives = [
-        dataclasses.replace(each, origin=arguments[each.origin].path)
-        if isinstance(each.origin, int)
-        else each
-        for each in found.collectives
+        dataclasses.replace(collective, origin=arguments[collective.origin].path)
+        if isinstance(collective.origin, int)
+        else collective
+        for collective in partitioned.collectives
     ]
     return PartitionedStep(
-        found.jaxpr,
-        tuple([spec_of(x.placements, axes) for x in known]),
-        tuple([spec_of(x, axes) for x in found.placements]),
+        partitioned.jaxpr,
+        tuple([spec_of(info.placements, axes) for info in argument_infos]),
+        tuple([spec_of(placements, axes) for placements in partitioned.placements]),
         collectives,
         axes,
-        frozenset(others),
-        tuple(
-            [
-                None if each.spec is None else along_others_of(each.spec, len(shape_of(var)))
-                for each, var in zip(results, inner.outvars, strict=True)
-            ]
-        ),
-        tuple([each.is_batch for each in arguments]),
+        frozenset(auto_sizes),
+        tuple([layouts.auto_spec(result.spec, var) for result, var in zip(results, outvars, strict=True)]),
+        tuple([argument.is_batch for argument in arguments]),
     )
+
+
+class _LayoutReader:
+    """Reads the placements and layouts of arguments and results from their specs.
+
+    Args:
+        mesh: the mesh.
+        axes: the mesh axes of the batch.
+
+    Attributes:
+        auto_sizes: the other mesh axes and their sizes.
+    """
+
+    def __init__(self, mesh: AbstractMesh, axes: Sequence[str]) -> None:
+        self.auto_sizes = {axis: size for axis, size in mesh.shape.items() if axis not in axes and size > 1}
+        self._sizes = {axis: mesh.shape[axis] for axis in axes}
+        # Many leaves have equal specs and shapes.
+        self._cached_placements = functools.cache(self._placements)
+        self._cached_auto_spec = functools.cache(self._auto_spec)
+
+    def placements(self, spec: PartitionSpec | None, atom: Any, *, is_state: bool) -> Placements:
+        """Returns the placements of a value with a spec, along the batch axes."""
+        return self._cached_placements(spec, shape_of(atom), is_state)
+
+    def layout(self, result: int, path: str | None, spec: PartitionSpec | None, atom: Any) -> Layout | None:
+        """Returns the layout of state with a spec; None if it has none."""
+        if spec is None:
+            return None
+        auto_axes = tuple([(dim, axes) for dim, axes in enumerate(self.auto_dims(spec, atom)) if axes])
+        return Layout(self.placements(spec, atom, is_state=True), path, result, auto_axes)
+
+    def auto_dims(self, spec: PartitionSpec | None, atom: Any) -> AutoDims:
+        """Returns the Auto axes that shard each dimension of a value with a spec."""
+        if not self.auto_sizes:
+            return NO_AXES
+        return auto_dims(spec or PartitionSpec(), len(shape_of(atom)), self.auto_sizes)
+
+    def auto_spec(self, spec: PartitionSpec | None, atom: Any) -> PartitionSpec | None:
+        """Returns the part of a spec along the Auto axes; None if there is no spec."""
+        return None if spec is None else self._cached_auto_spec(spec, len(shape_of(atom)))
+
+    def _placements(self, spec: PartitionSpec | None, shape: tuple[int, ...], is_state: bool) -> Placements:
+        unspecified = replicated(len(self._sizes))
+        placements = placements_of_spec(spec or PartitionSpec(), self._sizes, unspecified, shape)
+        return tuple(map(state_placement, placements)) if is_state else placements
+
+    def _auto_spec(self, spec: PartitionSpec, rank: int) -> PartitionSpec:
+        return auto_spec(spec, rank, self.auto_sizes)
 
 
 def run_step(
     step: PartitionedStep, values: Sequence[Any], mesh: Mesh | AbstractMesh, name: str
 ) -> Sequence[Any]:
-    """Returns the results of a step for values of a trace."""
+    """Runs a partitioned step, inside a trace, and returns its results.
 
-    def local(*blocks: Any) -> Sequence[Any]:
-        results = run_as_one(step.jaxpr, blocks, name)
+    Args:
+        step: the step.
+        values: its arguments.
+        mesh: the mesh.
+        name: the name of the step in profiles.
+    """
+
+    def run_on_device(*local_values: Any) -> Sequence[Any]:
+        results = run_as_one(step.jaxpr, local_values, name)
         if not step.auto_axes:
             return results
         return [
@@ -231,7 +272,7 @@ def run_step(
         ]
 
     mapped = jax.shard_map(
-        local,
+        run_on_device,
         mesh=mesh,
         in_specs=step.in_specs,
         out_specs=[*step.out_specs],
@@ -245,6 +286,6 @@ def _sharding(spec: PartitionSpec | None, mesh: AbstractMesh) -> NamedSharding |
     return None if spec is None else NamedSharding(mesh, spec)
 
 
-def _reduced(placements: Placements) -> Placements:
-    """The placements of a result whose sums are reduced to all devices."""
+def _without_sums(placements: Placements) -> Placements:
+    """Returns placements with partial sums reduced to all devices."""
     return tuple([REPLICATE if isinstance(x, Partial) else x for x in placements])
