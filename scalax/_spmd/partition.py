@@ -1,7 +1,7 @@
-"""The partitioner: edits a jaxpr to the one that each device runs on its blocks.
+"""The partitioner: rewrites a jaxpr of global arrays to the jaxpr that each device runs on its local shards.
 
-Equations keep their lines and scopes. They get variables of local shapes, and collectives in between where
-the placements of operands are not those that an equation takes.
+Equations keep their source lines and scopes, and get variables of local shapes. Where the placements of an
+operand differ from those that an equation needs, the partitioner inserts collectives.
 """
 
 from __future__ import annotations
@@ -71,23 +71,26 @@ _CONTROL = {
     **dict.fromkeys(ANNOTATED_CALLS, partition_call),
     'custom_partitioning': partition_custom,
 }
-# The compiler partitions none of these along the axes that stay Auto inside.
+# The compiler cannot partition these along the Auto axes.
 _ALONG_AUTO_AXES = {KERNEL: kernel_along_auto_axes, **dict.fromkeys(ATTENTION, attention_along_auto_axes)}
-# Others that run a jaxpr, whose operands are all gathered.
+# Other primitives with a jaxpr. All their operands are gathered.
 _RUN_ONCE = RUN_ONCE.keys() - CALLS.keys() - ANNOTATED_CALLS
-# These may have effects: those of jaxprs inside them, or of callbacks to Python.
-_WITH_EFFECTS = CALLS.keys() | _CONTROL.keys() | CALLBACKS
-# These take or put rows by number.
-_INDEXED = frozenset(('gather', 'scatter-add'))
+# These may have effects: of their inner jaxprs, or of Python callbacks.
+_MAY_HAVE_EFFECTS = CALLS.keys() | _CONTROL.keys() | CALLBACKS
+# These read or write rows by index.
+_ROW_INDEXED = frozenset(('gather', 'scatter-add'))
 
 
 class Partitioner(PartitionContext):
-    """Partitions the jaxprs of a step. One that is used in several places alike is partitioned once."""
+    """Partitions the jaxprs of a step.
+
+    A jaxpr that is called several times with the same placements is partitioned once.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._known: dict[Any, PartitionedJaxpr] = {}
-        self._inside: dict[Any, Partitioner] = {}
+        self._partitioned: dict[Any, PartitionedJaxpr] = {}
+        self._shard_map_partitioners: dict[Any, Partitioner] = {}
 
     def for_microbatches(
         self,
@@ -96,10 +99,10 @@ class Partitioner(PartitionContext):
         results: Sequence[Layout | None],
         microbatches: int,
     ) -> Partitioner:
-        known = self.mesh, self.axes, self.auto, self.options
-        inner = Partitioner(jaxpr, arguments, results, *known, microbatches=microbatches)
-        inner.collective_writer.ids = self.collective_writer.ids
-        return inner
+        shared_options = self.mesh, self.axes, self.auto, self.options
+        partitioner = Partitioner(jaxpr, arguments, results, *shared_options, microbatches=microbatches)
+        partitioner.collective_writer.ids = self.collective_writer.ids
+        return partitioner
 
     def partition(
         self,
@@ -110,11 +113,11 @@ class Partitioner(PartitionContext):
         backward: bool = False,
         at: Any = None,
     ) -> PartitionedJaxpr:
-        wanted = tuple(results or [None] * len(opened(jaxpr).outvars))
-        key = self.axes, self.keeps_replicated, jaxpr, tuple(arguments), wanted, backward
-        if key not in self._known:
-            self._known[key] = _Partitioning(self, jaxpr, arguments, backward, at).partitioned(wanted)
-        return self._known[key]
+        targets = tuple(results or [None] * len(opened(jaxpr).outvars))
+        key = self.axes, self.keeps_replicated, jaxpr, tuple(arguments), targets, backward
+        if key not in self._partitioned:
+            self._partitioned[key] = _JaxprPartitioner(self, jaxpr, arguments, backward, at).run(targets)
+        return self._partitioned[key]
 
     def for_shard_map(
         self,
@@ -122,48 +125,48 @@ class Partitioner(PartitionContext):
         jaxpr: Any,
         arguments: Sequence[Argument],
         results: Sequence[Layout | None],
-        left: Sequence[int],
+        remaining_axes: Sequence[int],
         manual: Collection[str],
     ) -> PartitionContext:
         key = self.axes, id(equation), tuple(arguments)
-        if key not in self._inside:
+        if key not in self._shard_map_partitioners:
             sizes = {axis: size for axis, size in self.auto.sizes.items() if axis not in manual}
             auto = AutoShardings(jaxpr, [self.auto.along(sizes, atom) for atom in equation.invars], sizes)
-            axes = [self.axes[i] for i in left]
-            inner = Partitioner(jaxpr, arguments, results, self.mesh, axes, auto, self.options)
-            inner.collective_writer.ids = self.collective_writer.ids
-            self._inside[key] = inner
-        return self._inside[key]
+            axes = [self.axes[i] for i in remaining_axes]
+            partitioner = Partitioner(jaxpr, arguments, results, self.mesh, axes, auto, self.options)
+            partitioner.collective_writer.ids = self.collective_writer.ids
+            self._shard_map_partitioners[key] = partitioner
+        return self._shard_map_partitioners[key]
 
 
-class _Partitioning(JaxprEditor):
-    """The partitioning of one jaxpr."""
+class _JaxprPartitioner(JaxprEditor):
+    """Partitions one jaxpr."""
 
-    def partitioned(self, results: Sequence[Placements | ReductionTarget | None]) -> PartitionedJaxpr:
-        """Returns the jaxpr on blocks, and what is known of it."""
-        inner = opened(self.jaxpr)
-        for equation in inner.eqns:
+    def run(self, results: Sequence[Placements | ReductionTarget | None]) -> PartitionedJaxpr:
+        """Partitions the jaxpr, and converts its results to the requested placements."""
+        open_jaxpr = opened(self.jaxpr)
+        for equation in open_jaxpr.eqns:
             try:
                 self._equation(equation)
             except CannotPartition:
                 raise
             except Exception as error:
                 raise CannotPartition(equation, f'{type(error).__name__}: {error}') from error
-        values, self.converts_results = [*map(self.read, inner.outvars)], self.is_step
+        values, self.converts_results = [*map(self.read, open_jaxpr.outvars)], self.is_step
         atoms, placements = list[Any](), list[Placements]()
-        for value, wanted in zip(values, results, strict=True):
-            if wanted == REDUCE_TO_STATE and value.has_sum:
+        for value, requested in zip(values, results, strict=True):
+            if requested == REDUCE_TO_STATE and value.has_sum:
                 layout = self.context.reduction_layouts.of(value.var)
                 if layout is not None:
                     target = self.context.reduced(value.placements, layout, held=True)
                     self.convert_in_place(value, target, self.producer_of(value))
-            target = wanted if isinstance(wanted, tuple) else value.placements
-            if wanted == REDUCE_TO_ALL:
+            target = requested if isinstance(requested, tuple) else value.placements
+            if requested == REDUCE_TO_ALL:
                 target = tuple([REPLICATE if isinstance(x, Partial) else x for x in target])
             same = target == value.placements
             atoms.append(value.atom if same else self.convert(value, target, self.producer_of(value)))
             placements.append(target)
-        eqns = _live(self.eqns, atoms)
+        eqns = _live_equations(self.eqns, atoms)
         return PartitionedJaxpr(
             remade(self.jaxpr, [*self.microbatch_indices, *self.arguments], eqns, atoms, self.constants),
             tuple(placements),
@@ -182,12 +185,12 @@ class _Partitioning(JaxprEditor):
         if name in POINTWISE and not self.local_rows and write_pointwise(self, name, equation):
             return
         values = [*map(self.read, equation.invars)]
-        if has_effects(equation) and name not in _WITH_EFFECTS:
-            what, remedy = f'{name or equation.primitive} has effects', 'change that line'
+        if has_effects(equation) and name not in _MAY_HAVE_EFFECTS:
+            reason, remedy = f'{name or equation.primitive} has effects', 'change that line'
             if takes_refs(equation):
-                what = 'it changes an array in place (jax.new_ref)'
+                reason = 'it changes an array in place (jax.new_ref)'
                 remedy = 'return a new array, as x.at[i].set(y) and the carry of a loop do'
-            raise CannotPartition(equation, what, remedy)
+            raise CannotPartition(equation, reason, remedy)
         if name == 'sort':
             record_local_sort(self, equation, values[0])
         if id(equation) in self.local_group_sizes:
@@ -208,13 +211,15 @@ class _Partitioning(JaxprEditor):
 
     def _primitive(self, name: str, equation: Any, values: Sequence[Value]) -> None:
         if name == 'rng_uniform':
-            raise CannotPartition(equation, 'it draws other numbers on each device', 'draw with jax.random')
+            raise CannotPartition(
+                equation, 'it draws different random numbers on each device', 'use jax.random'
+            )
         if name in ELEMENTWISE or name == 'broadcast_in_dim':
-            self._gather_repeated(equation, values)
+            self._gather_broadcast_state(equation, values)
         if all(value.is_replicated for value in values):
-            self._replicated(name, equation, values)
+            self._replicated_primitive(name, equation, values)
             return
-        strategies = self._strategies_of(name, equation, values)
+        strategies = self._choose_strategies(name, equation, values)
         operands, results = _transposed(strategies)
         self.shards_results = not all(map(is_replicated, results))
         atoms = [
@@ -223,41 +228,43 @@ class _Partitioning(JaxprEditor):
         ]
         self.shards_results = False
         outputs = [self.define(var, x) for var, x in zip(equation.outvars, results, strict=True)]
-        made = [output.atom for output in outputs]
-        if name in _INDEXED and (axes := self._axes_of_rows(equation, operands[0])):
-            dim, names = axes
-            function, key = local_lookup(equation, dim, names, [*map(shape_of, atoms)])
-            self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), made))
+        new_vars = [output.atom for output in outputs]
+        if name in _ROW_INDEXED and (indexed_rows := self._indexed_rows(equation, operands[0])):
+            dim, block_axes = indexed_rows
+            function, key = local_lookup(equation, dim, block_axes, [*map(shape_of, atoms)])
+            self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), new_vars))
         elif name in _ALONG_AUTO_AXES and self.context.auto.sizes:
-            self.eqns.append(_ALONG_AUTO_AXES[name](self.code, self.context.auto, equation, atoms, made))
-        elif name == 'slice' and (dims := self._dims_added_up(operands[0], results[0])):
+            self.eqns.append(_ALONG_AUTO_AXES[name](self.code, self.context.auto, equation, atoms, new_vars))
+        elif name == 'slice' and (dims := self._summed_slice_dims(operands[0], results[0])):
             function, key = local_slice(equation, dims, shape_of(atoms[0]))
-            self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), made))
+            self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), new_vars))
         else:
             if name == 'ragged_dot_general' and id(equation) not in self.local_group_sizes:
-                atoms[2] = self._sizes_of_groups(equation, atoms, operands[0])
-            params = self._inner(equation) if name in _RUN_ONCE or _holds_jaxprs(name, equation) else {}
+                atoms[2] = self._local_group_sizes(equation, atoms, operands[0])
+            params = self._inner_jaxpr_params(name, equation)
             if name in HAVE_SIZES:
-                params = local_params(equation, [*map(shape_of, atoms)], [*map(shape_of, made)])
+                params = local_params(equation, [*map(shape_of, atoms)], [*map(shape_of, new_vars)])
             elif name == KERNEL:
-                params = kernel_params(self.code, equation, [*map(shape_of, atoms)], [*map(shape_of, made)])
-            self.eqns.append(self.code.local(equation, atoms, made, **params))
-        self._note(name, equation, values, outputs)
+                params = kernel_params(
+                    self.code, equation, [*map(shape_of, atoms)], [*map(shape_of, new_vars)]
+                )
+            self.eqns.append(self.code.local(equation, atoms, new_vars, **params))
+        self._propagate_properties(name, equation, values, outputs)
         if name in NARROW and outputs[0].is_state:
             outputs[0].narrow_producer = equation
             if name in CAST_PRIMITIVES:
                 values[0].casts = (*values[0].casts, outputs[0])
-        finals = zip(*[each.final or each.results for each in strategies], strict=True)
+        finals = zip(*[strategy.final or strategy.results for strategy in strategies], strict=True)
         for output, final in zip(outputs, finals, strict=True):
             if final != output.placements:
                 self.convert_in_place(output, final, equation, 'examples')
         if name == 'reshape' and outputs[0].is_replicated:
-            self._shard_again(equation, values[0], outputs[0])
+            self._reshard_reshaped(equation, values[0], outputs[0])
 
-    def _gather_repeated(self, equation: Any, values: Sequence[Value]) -> None:
-        """Gathers state that an equation repeats for what is no part of the state of the step.
+    def _gather_broadcast_state(self, equation: Any, values: Sequence[Value]) -> None:
+        """Gathers state that an equation broadcasts, unless the result becomes part of the state of the step.
 
-        Examples would meet the larger result, and all of that would be gathered.
+        Otherwise the larger result would be gathered, where it meets examples.
         """
         [var], blocks = equation.outvars, [value for value in values if value.is_state]
         size = size_of(var)
@@ -267,8 +274,10 @@ class _Partitioning(JaxprEditor):
             for value in blocks:
                 self.convert_in_place(value, self.context.replicated, equation)
 
-    def _inner(self, equation: Any) -> dict[str, Any]:
-        """Returns the parameters with the jaxprs of what every device runs alike."""
+    def _inner_jaxpr_params(self, name: str, equation: Any) -> dict[str, Any]:
+        """Returns the parameters that hold jaxprs, with these jaxprs partitioned for replicated values."""
+        if name not in _RUN_ONCE and not _has_inner_jaxprs(name, equation):
+            return {}
 
         def change(jaxpr: Any) -> Any:
             if not takes_arrays(jaxpr):  # a kernel
@@ -279,112 +288,117 @@ class _Partitioning(JaxprEditor):
 
         return with_inner(equation, change)
 
-    def _sizes_of_groups(self, equation: Any, atoms: Sequence[Any], placements: Placements) -> Any:
-        """Returns the sizes of groups of rows that are in a device's block, if it has not all rows."""
-        rows = ragged_dim(equation)
+    def _local_group_sizes(self, equation: Any, atoms: Sequence[Any], placements: Placements) -> Any:
+        """Returns the group sizes of a device's local rows; the global ones if rows are unsharded."""
+        row_dim = ragged_dim(equation)
         axes = [
             axis
             for axis, x in zip(self.context.axes, placements, strict=True)
-            if isinstance(x, Shard) and x.dim == rows
+            if isinstance(x, Shard) and x.dim == row_dim
         ]
         if not axes:
             return atoms[2]
-        function, key = local_group_sizes(axes, shape_of(atoms[0])[rows])
+        function, key = local_group_sizes(axes, shape_of(atoms[0])[row_dim])
         return self.emit(function, key, equation, atoms[2:])
 
-    def _dims_added_up(self, before: Placements, after: Placements) -> dict[int, list[str]]:
-        """Returns the dimensions of blocks whose slices are a sum, and the axes of the blocks."""
+    def _summed_slice_dims(self, operand: Placements, result: Placements) -> dict[int, list[str]]:
+        """Returns the dimensions whose slice is summed over devices, and the axes that shard each of them."""
         dims = dict[int, list[str]]()
-        for axis, x, result in zip(self.context.axes, before, after, strict=True):
-            if isinstance(x, Shard) and isinstance(result, Partial):
-                dims.setdefault(x.dim, []).append(axis)
+        for axis, source, target in zip(self.context.axes, operand, result, strict=True):
+            if isinstance(source, Shard) and isinstance(target, Partial):
+                dims.setdefault(source.dim, []).append(axis)
         return dims
 
-    def _axes_of_rows(self, equation: Any, placements: Placements) -> tuple[int, list[str]] | None:
-        """Returns the dimension of rows of a table that is in blocks, and the axes of the blocks."""
-        for each in placements:
-            if isinstance(each, Shard) and is_indexed(equation, each.dim):
-                axes = [axis for axis, x in zip(self.context.axes, placements, strict=True) if x == each]
-                return each.dim, axes
+    def _indexed_rows(self, equation: Any, placements: Placements) -> tuple[int, list[str]] | None:
+        """Returns the indexed dimension of a table and the axes that shard it; None if it is unsharded."""
+        for placement in placements:
+            if isinstance(placement, Shard) and is_indexed(equation, placement.dim):
+                axes = [axis for axis, x in zip(self.context.axes, placements, strict=True) if x == placement]
+                return placement.dim, axes
         return None
 
-    def _strategies_of(self, name: str, equation: Any, values: Sequence[Value]) -> list[Strategy]:
-        """Returns how an equation runs along each axis."""
-        strategies = self._strategies(equation, values)
-        if any(each is None for each in strategies) and any(value.has_sum for value in values):
-            self._reduce_for(name, equation, values, [i for i, x in enumerate(strategies) if x is None])
-            strategies = self._strategies(equation, values)
+    def _choose_strategies(self, name: str, equation: Any, values: Sequence[Value]) -> list[Strategy]:
+        """Returns the strategy of an equation along each axis."""
+        strategies = self._rule_strategies(equation, values)
+        if any(strategy is None for strategy in strategies) and any(value.has_sum for value in values):
+            self._reduce_operands(name, equation, values, [i for i, x in enumerate(strategies) if x is None])
+            strategies = self._rule_strategies(equation, values)
         if self.context.microbatch_axis is not None and strategies[self.context.microbatch_axis] is None:
             raise CannotPartition(equation, NEEDS_ALL_MICROBATCHES)
-        found = [each or self._gathering(equation, values) for each in strategies]
-        if name == 'slice' and _has_sums(found) and self._is_gathered_anyway(values[0]):
-            gathering = self._gathering(equation, values)
-            found = [gathering if _has_sums([each]) else each for each in found]
+        usual = [strategy or self._gather_all(equation, values) for strategy in strategies]
+        if name == 'slice' and _has_sums(usual) and self._is_gathered_anyway(values[0]):
+            gathering = self._gather_all(equation, values)
+            usual = [gathering if _has_sums([strategy]) else strategy for strategy in usual]
         if self.context.is_mixed:
-            axis = len(found)
-            while axis and not self._all_divide(equation, found):
+            axis = len(usual)
+            while axis and not self._all_divide(equation, usual):
                 axis -= 1
                 if axis != self.context.microbatch_axis:
-                    found[axis] = self._gathering(equation, values)
-        chosen = cheapest(self, equation, values, found)
-        return chosen if chosen == found or self._all_divide(equation, chosen) else found
+                    usual[axis] = self._gather_all(equation, values)
+        best = cheapest(self, equation, values, usual)
+        return best if best == usual or self._all_divide(equation, best) else usual
 
     def _is_gathered_anyway(self, value: Value) -> bool:
-        """Whether a value is gathered that is sliced: for another equation, or once for many slices."""
+        """Whether a sliced value is gathered: for another equation, or because it has many slices."""
         if value.has_sum:
             return False
         slices = [
-            eqn
-            for eqn in opened(self.jaxpr).eqns
-            if primitive_name(eqn) == 'slice' and eqn.invars[0] is value.var
+            equation
+            for equation in opened(self.jaxpr).eqns
+            if primitive_name(equation) == 'slice' and equation.invars[0] is value.var
         ]
         return len(slices) > MAX_SENT_SLICES or (self.context.replicated, False) in value.versions
 
     def _all_divide(self, equation: Any, strategies: Sequence[Strategy]) -> bool:
-        """Whether the axes together split all operands and results evenly."""
+        """Whether the shard counts divide the dimensions of all operands and results."""
         operands, results = _transposed(strategies)
         atoms = zip((*equation.invars, *equation.outvars), (*operands, *results), strict=True)
         return all(self.divides(shape_of(atom), placements) for atom, placements in atoms)
 
-    def _shard_again(self, equation: Any, value: Value, output: Value) -> None:
-        """Shards a reshape of examples that had to be gathered along a dimension that they are split into."""
+    def _reshard_reshaped(self, equation: Any, value: Value, output: Value) -> None:
+        """Reshards the result of a reshape whose operand was gathered, along one of the split dimensions."""
         target, blocks = [*output.placements], self.context.blocks
         for axis, placement in enumerate(value.placements):
             if isinstance(placement, Shard) and not placement.is_state:
-                for old, new in reshaped(equation):
-                    dim = sharded_part(new, output.shape, blocks)
-                    if placement.dim in old and dim is not None:
+                for old_dims, new_dims in reshaped(equation):
+                    dim = sharded_part(new_dims, output.shape, blocks)
+                    if placement.dim in old_dims and dim is not None:
                         target[axis] = Shard(dim)
         if [*output.placements] != target:
             self.convert_in_place(output, tuple(target), equation)
 
-    def _replicated(self, name: str, equation: Any, values: Sequence[Value]) -> None:
-        """Writes an equation that all devices run alike; blocks of the batch are computed from the start."""
+    def _replicated_primitive(self, name: str, equation: Any, values: Sequence[Value]) -> None:
+        """Writes an equation whose operands are replicated.
+
+        If its result has a batch dimension, each device computes its block alone where that is possible.
+        """
         context = self.context
         atoms = [value.atom for value in values]
         outputs = [self.define(var, context.replicated) for var in equation.outvars]
-        params = self._inner(equation) if name in _RUN_ONCE or _holds_jaxprs(name, equation) else {}
-        made = [output.atom for output in outputs]
+        params = self._inner_jaxpr_params(name, equation)
+        new_vars = [output.atom for output in outputs]
         if name in _ALONG_AUTO_AXES and context.auto.sizes:
-            self.eqns.append(_ALONG_AUTO_AXES[name](self.code, context.auto, equation, atoms, made))
+            self.eqns.append(_ALONG_AUTO_AXES[name](self.code, context.auto, equation, atoms, new_vars))
         else:
             if name == KERNEL:
                 shapes = [*map(shape_of, equation.invars)], [*map(shape_of, equation.outvars)]
                 params = kernel_params(self.code, equation, *shapes)
-            self.eqns.append(self.code.local(equation, atoms, made, **params))
-        self._note(name, equation, values, outputs)
+            self.eqns.append(self.code.local(equation, atoms, new_vars, **params))
+        self._propagate_properties(name, equation, values, outputs)
         if not is_computed_by_block(equation) or context.keeps_replicated:
             return
         [output] = outputs
         output.producer = equation, values
         target = context.batch_dims.placements(output.var, context.replicated)
         if not is_replicated(target):
-            whole, atom = output.atom, self._part(output, target, equation)
-            output.atom = atom
+            entire_atom, block = output.atom, self._part(output, target, equation)
+            output.atom = block
             output.set_placements(target)
-            output.add_version((context.replicated, False), whole)
+            output.add_version((context.replicated, False), entire_atom)
 
-    def _note(self, name: str, equation: Any, values: Sequence[Value], outputs: Sequence[Value]) -> None:
+    def _propagate_properties(
+        self, name: str, equation: Any, values: Sequence[Value], outputs: Sequence[Value]
+    ) -> None:
         zeros = [value.is_zero for value in values]
         if any(zeros) and is_zero(equation, zeros):
             for output in outputs:
@@ -395,10 +409,10 @@ class _Partitioning(JaxprEditor):
                 if output.is_state or name in SAME_STATE:
                     output.origin = origins[0]
 
-    def _strategies(self, equation: Any, values: Sequence[Value]) -> list[Strategy | None]:
+    def _rule_strategies(self, equation: Any, values: Sequence[Value]) -> list[Strategy | None]:
         zeros, blocks = tuple([value.is_zero for value in values]), self.context.blocks
         layout = self.context.reduction_layouts.of(equation.outvars[0]) if equation.outvars else None
-        wanted = [None] * len(self.context.axes) if layout is None else layout.placements
+        targets = [None] * len(self.context.axes) if layout is None else layout.placements
         is_update = self.context.is_update(equation, values)
         along_axes = zip(*[value.placements for value in values], strict=True)
         return [
@@ -409,29 +423,34 @@ class _Partitioning(JaxprEditor):
                 )
             )
             for axis, (placements, of_first, placement) in enumerate(
-                zip(along_axes, self._blocks_of(values[0]), wanted, strict=True)
+                zip(along_axes, self._shard_counts_of(values[0]), targets, strict=True)
             )
         ]
 
-    def _blocks_of(self, value: Value) -> Sequence[int | None]:
-        """Into how many blocks all axes split the dimension that each of them shards; None of all blocks."""
+    def _shard_counts_of(self, value: Value) -> Sequence[int | None]:
+        """Returns, for each axis, the shard count over all axes of the dimension that it shards.
+
+        None stands for the product of all axes, as it is unless the axes shard different batch dimensions.
+        """
         if not self.context.is_mixed:
             return [None] * len(value.placements)
         counts = shard_counts(value.placements, self.context.sizes, len(value.shape))
         return [counts[x.dim] if isinstance(x, Shard) else None for x in value.placements]
 
-    def _gathering(self, equation: Any, values: Sequence[Value]) -> Strategy:
-        """The strategy of an equation that takes all of its operands."""
+    def _gather_all(self, equation: Any, values: Sequence[Value]) -> Strategy:
+        """Returns the strategy that gathers all operands."""
         return Strategy((REPLICATE,) * len(values), (REPLICATE,) * len(equation.outvars))
 
-    def _reduce_for(self, name: str, equation: Any, values: Sequence[Value], axes: Sequence[int]) -> None:
-        """Reduces the sums that an equation takes; if it is elementwise, to the blocks of another operand.
+    def _reduce_operands(
+        self, name: str, equation: Any, values: Sequence[Value], axes: Sequence[int]
+    ) -> None:
+        """Reduces partial operands of an equation; of an elementwise one, to the shards of other operands.
 
         Args:
             name: the name of its primitive.
             equation: the equation.
             values: its operands.
-            axes: the axes, by number, along which it does not take sums.
+            axes: the indices of the axes along which it does not support partial operands.
         """
         for value in [value for value in values if value.has_sum]:
             before, target = value.placements, [*value.placements]
@@ -442,36 +461,39 @@ class _Partitioning(JaxprEditor):
             after = self.reduced_placements(value.var, before)
             if any(isinstance(a, Partial) and a != b for a, b in zip(before, target, strict=True)):
                 after = self.context.reduced(tuple(target), None)
-            # Along other axes the sum stays one.
+            # Along the other axes the value stays partial.
             after = tuple([b if i in axes else a for i, (a, b) in enumerate(zip(before, after, strict=True))])
             if after != before:
                 self.convert_in_place(value, after, equation)
 
 
 def _has_sums(strategies: Sequence[Strategy]) -> bool:
-    """Whether the first result is a sum along some axis."""
-    return any(isinstance(each.results[0], Partial) for each in strategies)
+    """Whether the first result is partial along some axis."""
+    return any(isinstance(strategy.results[0], Partial) for strategy in strategies)
 
 
-def _holds_jaxprs(name: str, equation: Any) -> bool:
-    """Whether a primitive without a rule runs jaxprs, as a function with a ``jax.vmap`` of its own does."""
+def _has_inner_jaxprs(name: str, equation: Any) -> bool:
+    """Whether a primitive without a rule has inner jaxprs, as ``custom_vmap`` has."""
     return name not in RULES and name != KERNEL and any(True for _ in jaxprs_in(equation))
 
 
 def _transposed(
     strategies: Sequence[Strategy],
 ) -> tuple[Sequence[Placements], Sequence[Placements]]:
-    """The placements of each operand, and of each result, of the strategies along all axes."""
-    operands = [*zip(*[each.operands for each in strategies], strict=True)]
-    results = [*zip(*[each.results for each in strategies], strict=True)]
+    """Transposes strategies by axis to the placements of each operand and of each result."""
+    operands = [*zip(*[strategy.operands for strategy in strategies], strict=True)]
+    results = [*zip(*[strategy.results for strategy in strategies], strict=True)]
     return operands, results
 
 
-def _live(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """The equations that have effects, or of which something is used: others may be beside their blocks."""
-    needed, kept = {*map(id, results)}, list[Any]()
+def _live_equations(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """Returns the equations that have effects, or whose results are used.
+
+    Unused ones remain, for example, where a device computes a block instead of the entire value.
+    """
+    needed, live = {*map(id, results)}, list[Any]()
     for equation in reversed(eqns):
         if not needed.isdisjoint(map(id, equation.outvars)) or has_effects(equation):
-            kept.append(equation)
+            live.append(equation)
             needed.update(map(id, equation.invars))
-    return kept[::-1]
+    return live[::-1]

@@ -411,7 +411,7 @@ FAILURES = {
     ),
     'numbers of a device': (
         lambda w, x: x @ w + lax.rng_uniform(0.0, 1.0, (8,)),
-        'it draws other numbers on each device',
+        'it draws different random numbers on each device',
     ),
 }
 
