@@ -1,4 +1,4 @@
-"""What is known of all jaxprs of a step while they are partitioned."""
+"""The partitioning context: the properties of a step that all its jaxprs share."""
 
 from __future__ import annotations
 
@@ -28,38 +28,37 @@ from scalax._spmd.values import Argument, PartitionedJaxpr, ReductionTarget, Val
 
 
 class PartitionContext:
-    """What is known of all jaxprs of a step.
+    """The properties of a step that all its jaxprs share.
 
     Args:
         jaxpr: the jaxpr of the step, open or closed.
-        arguments: what is known of its arguments.
-        results: the layouts in which its results are wanted; None where any will do.
-        mesh: the mesh, in force, of Auto axes.
-        axes: the mesh axes of the batch, from the major one to the minor one.
-        auto: where values are along other mesh axes; None if there are none.
-        options: what users choose.
-        states: the layouts of the arguments that are state in blocks.
-        microbatches: of the jaxpr of a layer in a pipeline, the number of microbatches. They stand for the
-            last one of the axes, along which blocks come one after the other on one device, so that nothing
-            can be exchanged.
+        arguments: the properties of its arguments.
+        results: the layouts of its results; None where any layout is fine.
+        mesh: the active mesh, of Auto axes.
+        axes: the mesh axes of the batch, from major to minor.
+        auto: the shardings along the other mesh axes; None if there are none.
+        options: the user's options.
+        states: the layouts of the arguments that are sharded state.
+        microbatches: for the jaxpr of a pipelined layer, the number of microbatches. They take the place of
+            the last axis: its blocks run one after the other on one device, which can exchange nothing.
 
     Attributes:
         mesh: the mesh.
         mesh_axes: the mesh axes of the batch and their sizes.
-        axes: the same axes.
-        sizes: the same sizes.
-        blocks: into how many blocks they split a dimension together.
+        axes: the mesh axes of the batch.
+        sizes: the sizes of these axes.
+        blocks: the product of these sizes.
         code: makes equations.
-        exchange: makes those of conversions.
-        wanted: the layouts in which sums are wanted.
-        batch_dims: the dimensions of the batch.
-        replicated: the placements of what every device holds.
-        auto: where values are along other mesh axes.
-        is_mixed: whether the batch axes shard different dimensions of the batch, such as time.
-        options: what users choose.
-        in_turn: the number of the axis that microbatches stand for; None outside of pipelines.
-        pipelines: the loops over layers that run as pipelines, by the ids of their equations.
-        keeps_replicated: whether replicated values that have a dimension of the batch stay replicated.
+        collective_writer: makes the equations of collectives.
+        reduction_layouts: the layouts to which partial sums are reduced.
+        batch_dims: the batch dimensions of values.
+        replicated: the placements of a replicated value.
+        auto: the shardings along the other mesh axes.
+        is_mixed: whether the batch axes shard different dimensions, such as examples and time.
+        options: the user's options.
+        microbatch_axis: the index of the axis whose place microbatches take; None outside of pipelines.
+        pipelines: the scans over layers that run as pipelines, by equation id.
+        keeps_replicated: whether replicated values that have a batch dimension stay replicated.
     """
 
     def __init__(
@@ -89,21 +88,23 @@ class PartitionContext:
         )
         holds_sums = options.reduce_per_microbatch is False
         self.reduction_layouts = ReductionLayouts(jaxpr, results, states, holds_sums=holds_sums)
-        self.batch_dims = BatchDims(jaxpr, [each.placements for each in arguments], self.sizes)
+        self.batch_dims = BatchDims(jaxpr, [argument.placements for argument in arguments], self.sizes)
         if all(argument.is_state for argument in arguments):
             sharded = [not is_replicated(argument.placements) for argument in arguments]
             for source in batch_sources(jaxpr, sharded):
-                numbers = [self.axes.index(axis) for axis in source.axes if axis in self.axes]
-                self.batch_dims.add(source.var, source.dim, numbers)
+                axis_indices = [self.axes.index(axis) for axis in source.axes if axis in self.axes]
+                self.batch_dims.add(source.var, source.dim, axis_indices)
         self.replicated = replicated(len(self.axes))
-        self._of_products: dict[Any, Strategy | None] = {}
-        self.is_mixed = any(len({*each.placements}) > 1 for each in arguments if not each.is_state)
+        self._matmul_strategies: dict[Any, Strategy | None] = {}
+        self.is_mixed = any(
+            len({*argument.placements}) > 1 for argument in arguments if not argument.is_state
+        )
         self._step = jaxpr, [not argument.is_state for argument in arguments]
 
     def along(self, axes: Sequence[int]) -> Self:
-        """Returns what is known of all jaxprs along these of the batch axes alone, by number.
+        """Returns the context restricted to some of the batch axes, which are given by index.
 
-        Along the others, devices run what they are given without an exchange.
+        Along the other axes, devices run independently.
         """
         if len(axes) == len(self.axes):
             return self
@@ -125,39 +126,39 @@ class PartitionContext:
         return other
 
     def keeping_replicated(self) -> Self:
-        """Returns what is known of all jaxprs that devices run alike: replicated values stay replicated."""
+        """Returns a context in which replicated values stay replicated."""
         other = copy.copy(self)
         other.keeps_replicated = True
         return other
 
     def reduced(self, placements: Placements, layout: Layout | None, *, held: bool = False) -> Placements:
-        """Returns placements whose sums are reduced, but for sums over microbatches."""
+        """Returns placements after partial sums are reduced, except for sums over microbatches."""
         after, i = reduced_placements(placements, layout, held=held), self.microbatch_axis
         if i is None or not isinstance(placements[i], Partial):
             return after
         return (*after[:i], placements[i], *after[i + 1 :])
 
     @functools.cached_property
-    def _of_examples(self) -> Dependence:
+    def _batch_dependence(self) -> Dependence:
         """The values that depend on examples."""
         return Dependence(*self._step)
 
     def strategy(self, op: Op) -> Strategy | None:
-        """Returns what `op_rules.strategy` does; strategies of products, which layers repeat, are kept."""
+        """Returns the strategy of `op_rules.strategy`. Those of matmuls, which layers repeat, are cached."""
         if primitive_name(op.equation) != 'dot_general':
             return strategy(op)
         atoms = *op.equation.invars, *op.equation.outvars
         key = dims_of(op.equation), tuple([(shape_of(x), x.aval.dtype) for x in atoms]), op[1:]
-        if key not in self._of_products:
-            self._of_products[key] = strategy(op)
-        return self._of_products[key]
+        if key not in self._matmul_strategies:
+            self._matmul_strategies[key] = strategy(op)
+        return self._matmul_strategies[key]
 
     def depends_on_examples(self, atom: Any) -> bool:
         """Returns whether a variable depends on examples."""
-        return not isinstance(atom, Literal) and self._of_examples.of(atom)
+        return not isinstance(atom, Literal) and self._batch_dependence.of(atom)
 
     def is_update(self, equation: Any, values: Sequence[Value]) -> bool:
-        """Whether an equation multiplies state that depends on gradients, as an optimizer does."""
+        """Returns whether an equation is a matmul of state that depends on gradients, as in an optimizer."""
         if primitive_name(equation) != 'dot_general' or not all(map(_has_no_examples, values)):
             return False
         return any(self.depends_on_examples(value.var) for value in values)
@@ -171,15 +172,15 @@ class PartitionContext:
         backward: bool = False,
         at: Any = None,
     ) -> PartitionedJaxpr:
-        """Returns a jaxpr on the blocks of each device.
+        """Partitions a jaxpr.
 
         Args:
             jaxpr: the jaxpr, open or closed.
-            arguments: what is known of its arguments.
-            results: the placements that its results get; None leaves them where they are; so do `SETTLED`,
-                unless they are sums whose layout is known, and `REDUCED`, unless they are sums.
-            backward: whether it is called in a backward pass.
-            at: the equation that has it inside.
+            arguments: the properties of its arguments.
+            results: the placements of its results. None keeps the placements of a result, and so do
+                `REDUCE_TO_STATE` and `REDUCE_TO_ALL` unless it is a partial sum.
+            backward: whether a backward pass calls it.
+            at: the equation that calls it.
         """
         raise NotImplementedError
 
@@ -189,18 +190,18 @@ class PartitionContext:
         jaxpr: Any,
         arguments: Sequence[Argument],
         results: Sequence[Layout | None],
-        left: Sequence[int],
+        remaining_axes: Sequence[int],
         manual: Collection[str],
     ) -> PartitionContext:
-        """Returns what partitions the body of a `shard_map`, along some of the axes.
+        """Returns a context that partitions the body of a `shard_map` along the axes that it leaves out.
 
         Args:
             equation: the `shard_map`.
             jaxpr: its body.
-            arguments: what is known of the arguments of the body.
-            results: the layouts in which its results are wanted, along these axes.
-            left: the axes, by number, from the major one to the minor one.
-            manual: the axes that were Auto, and are manual in the body.
+            arguments: the properties of the arguments of the body.
+            results: the layouts of its results along the remaining axes.
+            remaining_axes: the indices of the batch axes that the `shard_map` leaves out, from major to minor.
+            manual: the Auto axes that are manual in the body.
         """
         raise NotImplementedError
 
@@ -211,13 +212,13 @@ class PartitionContext:
         results: Sequence[Layout | None],
         microbatches: int,
     ) -> PartitionContext:
-        """Returns what partitions the jaxpr of a layer in a pipeline.
+        """Returns a context that partitions the jaxpr of a pipelined layer.
 
         Args:
             jaxpr: the jaxpr.
-            arguments: what is known of its arguments, with microbatches along the last axis.
+            arguments: the properties of its arguments, with microbatches in place of the last axis.
             results: the layouts of its results.
-            microbatches: how many microbatches there are.
+            microbatches: the number of microbatches.
         """
         raise NotImplementedError
 

@@ -391,7 +391,7 @@ class _JaxprPartitioner(JaxprEditor):
         output.producer = equation, values
         target = context.batch_dims.placements(output.var, context.replicated)
         if not is_replicated(target):
-            entire_atom, block = output.atom, self._part(output, target, equation)
+            entire_atom, block = output.atom, self._block_of(output, target, equation)
             output.atom = block
             output.set_placements(target)
             output.add_version((context.replicated, False), entire_atom)

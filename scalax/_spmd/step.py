@@ -182,7 +182,7 @@ def partition_step(
     ]
     partitioned = partitioner.partition(jaxpr, argument_infos, targets)
     if any(isinstance(x, Partial) for placements in partitioned.placements for x in placements):
-        targets = [*map(_without_sums, partitioned.placements)]
+        targets = [*map(_without_partials, partitioned.placements)]
         partitioned = partitioner.partition(jaxpr, argument_infos, targets)
     collectives = [
         dataclasses.replace(collective, origin=arguments[collective.origin].path)
@@ -286,6 +286,6 @@ def _sharding(spec: PartitionSpec | None, mesh: AbstractMesh) -> NamedSharding |
     return None if spec is None else NamedSharding(mesh, spec)
 
 
-def _without_sums(placements: Placements) -> Placements:
+def _without_partials(placements: Placements) -> Placements:
     """Returns placements with partial sums reduced to all devices."""
     return tuple([REPLICATE if isinstance(x, Partial) else x for x in placements])
