@@ -200,7 +200,7 @@ class PartitionContext:
             jaxpr: its body.
             arguments: the properties of the arguments of the body.
             results: the layouts of its results along the remaining axes.
-            remaining_axes: the indices of the batch axes that the `shard_map` leaves out, from major to minor.
+            remaining_axes: the indices of the batch axes that the `shard_map` leaves out.
             manual: the Auto axes that are manual in the body.
         """
         raise NotImplementedError

@@ -261,7 +261,7 @@ class JaxprEditor(EditorBase):
         return result
 
     def reduce(self, value: Value, equation: Any) -> None:
-        """Reduces a partial sum, for all following equations, to the layout of its state or to all devices."""
+        """Reduces a partial sum for all following equations, to the layout of its state or all devices."""
         self.convert_in_place(value, self.reduced_placements(value.var, value.placements), equation)
 
     def reduced_placements(self, var: Any, placements: Placements) -> Placements:

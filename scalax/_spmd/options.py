@@ -1,4 +1,4 @@
-"""What users choose of partitioning along the batch: dtypes of what is sent, and when it is sent."""
+"""The user's options of batch partitioning: the dtypes and the schedule of gathers and reductions."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ class BatchPartitioning:
     The names are those of PyTorch's FSDP2 (``MixedPrecisionPolicy`` and ``fully_shard``).
 
     Args:
-        param_dtype: the floating dtype in which weights are gathered where they meet examples. A weight of a
-            wider dtype is rounded to it before the gather, and the step computes with the rounded weight in
-            the dtypes that it is written in. The stored weight, its gradient and its update keep their
-            dtype. None gathers each weight in the dtype in which the step uses it: after a cast such as
-            ``w.astype(jnp.bfloat16)``, in bfloat16.
-        reduce_dtype: the floating dtype in which gradients are reduced. They have their own dtype before and
+        param_dtype: the floating dtype in which weights are gathered for use with examples. Weights of a
+            wider dtype are rounded to it before the gather; the step then computes with the rounded weight,
+            in its own dtypes. The stored weight, its gradient and its update keep their dtype. None gathers
+            each weight in the dtype in which the step uses it, such as bfloat16 after
+            ``w.astype(jnp.bfloat16)``.
+        reduce_dtype: the floating dtype in which gradients are reduced. They keep their dtype before and
             after. None reduces each gradient in the dtype in which the backward pass computes it, before a
-            cast to a wider one: gradients of bfloat16 products in bfloat16, as FSDP2 does where
-            ``reduce_dtype`` is None. ``jnp.float32`` reduces them without more rounding, in twice the bytes.
-        reshard_after_forward: whether weights are gathered again in the backward pass. False keeps them from
-            the forward pass on: half of the gathers, and memory for all weights on each device. The weights
-            of a loop over layers are then gathered once, before the loop.
-        reduce_per_microbatch: whether a loop that adds up the gradients of microbatches reduces those of
-            sharded weights in each round, so that each device holds the sum of its own block. False reduces
-            once, after the loop, as ``no_sync`` does in PyTorch: fewer bytes, and memory for all gradients on
-            each device. None holds sums if all of them take at most twice the memory of the largest one, as
-            in a loss over chunks of tokens, which has one weight; the gradients of a model are reduced in
-            each round. Gradients of replicated weights, as in DDP and along the slow axis of HSDP, take no
-            more memory unreduced, and are always reduced once.
+            cast to a wider one: gradients of bfloat16 matmuls in bfloat16, as FSDP2 does if its
+            ``reduce_dtype`` is None. ``jnp.float32`` adds no rounding, and sends twice the bytes.
+        reshard_after_forward: whether weights are gathered again in the backward pass. False keeps them
+            gathered from the forward pass on, which halves the gathers, and needs memory for all weights on
+            each device. The weights of a scan over layers are then gathered once, before the scan.
+        reduce_per_microbatch: whether a loop that accumulates the gradients of microbatches reduces the
+            gradients of sharded weights in each iteration, so that each device holds its shard of the sum.
+            False reduces once, after the loop, as ``no_sync`` does in PyTorch: fewer bytes sent, but memory
+            for all gradients on each device. None reduces once if the gradients together take at most twice
+            the memory of the largest one (as in a chunked loss, which has one weight), and in each iteration
+            otherwise. Gradients of replicated weights, as in DDP and along the slow axis of HSDP, take the
+            same memory unreduced, and are always reduced once.
 
     Raises:
         ArgumentError: a dtype that is not floating, or a flag that is not a bool.
@@ -61,41 +61,41 @@ class BatchPartitioning:
                 raise ArgumentError(f'BatchPartitioning({name}=...) is True or False{others}, got {value!r}')
 
     def param_dtype_for(self, dtype: Any) -> Any:
-        """The dtype in which a weight of a dtype is gathered; None if that is its own."""
+        """Returns the dtype in which a weight is gathered; None if it keeps its dtype."""
         if self.param_dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             return None
         return self.param_dtype if self.param_dtype.itemsize < dtype.itemsize else None
 
     def reduce_dtype_for(self, dtype: Any) -> Any:
-        """The dtype in which a gradient of a dtype is reduced; None if that is its own."""
+        """Returns the dtype in which a gradient is reduced; None if it keeps its dtype."""
         if self.reduce_dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             return None
         return self.reduce_dtype if self.reduce_dtype != dtype else None
 
 
 def _floating(name: str, dtype: Any) -> Any:
-    """A dtype that is floating, or None."""
+    """Checks that an option is a floating dtype or None, and returns it as a `numpy.dtype`."""
     if dtype is None:
         return None
     try:
-        found = np.dtype(dtype)
+        result = np.dtype(dtype)
     except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
+        result = None
+    if result is None or not jnp.issubdtype(result, jnp.floating):
         raise ArgumentError(
-            f'BatchPartitioning({name}=...) is a floating dtype such as jnp.bfloat16 or None, got {dtype!r}'
+            f'BatchPartitioning({name}=...) is a floating dtype such as jnp.bfloat16, or None, got {dtype!r}'
         )
-    return found
+    return result
 
 
 DEFAULT = BatchPartitioning()
 
 
 def checked_partitioning(options: Any) -> BatchPartitioning | None:
-    """Returns options that users give; raises ArgumentError if they are something else."""
+    """Returns the user's options. Raises ArgumentError if they are not `BatchPartitioning` or None."""
     if options is not None and not isinstance(options, BatchPartitioning):
         raise ArgumentError(
-            'partitioning is BatchPartitioning(reduce_dtype=jnp.float32) or None, which takes that of the '
-            f'helper, got {options!r}'
+            'partitioning is a BatchPartitioning, such as BatchPartitioning(reduce_dtype=jnp.float32), '
+            f'or None for that of the helper, got {options!r}'
         )
     return options

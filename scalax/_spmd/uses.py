@@ -1,4 +1,4 @@
-"""Uses of the variables of a jaxpr: the equations that take them."""
+"""Def-use chains of a jaxpr: the equations that use each variable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Uses:
-    """The equations that take each variable of a jaxpr.
+    """The equations that use each variable of a jaxpr.
 
     Args:
         jaxpr: the jaxpr, open.
@@ -20,11 +20,11 @@ class Uses:
         self._counts.update(map(id, jaxpr.outvars))
 
     def count(self, var: Any) -> int:
-        """Returns how often a variable is taken, also as a result of the jaxpr."""
+        """Returns how often a variable is used, including as a result of the jaxpr."""
         return self._counts[id(var)]
 
     def equations(self, var: Any) -> list[Any]:
-        """Returns the equations that take a variable; one that takes it twice is there twice."""
+        """Returns the equations that use a variable. An equation that uses it twice is listed twice."""
         return self._equations.get(id(var), [])
 
     def is_result(self, var: Any) -> bool:
@@ -32,7 +32,7 @@ class Uses:
         return self.count(var) != len(self.equations(var))
 
     def add(self, var: Any, other: Any) -> None:
-        """Adds the uses of another variable to those of a variable, which stands for it."""
+        """Adds the uses of *other* to those of *var*, which replaces it."""
         self._counts[id(var)] += self._counts[id(other)]
         self._equations[id(var)] += self.equations(other)
 

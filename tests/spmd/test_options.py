@@ -210,7 +210,7 @@ def test_options_that_are_wrong():
     with pytest.raises(ArgumentError, match=r'reshard_after_forward=\.\.\.\) is True or False, got 1'):
         BatchPartitioning(reshard_after_forward=1)
     helper = MeshShardingHelper([8], ['fsdp'])
-    with pytest.raises(ArgumentError, match='partitioning is BatchPartitioning'):
+    with pytest.raises(ArgumentError, match='partitioning is a BatchPartitioning'):
         helper.sjit(sgd, partitioning={'reduce_dtype': 'float32'})
-    with pytest.raises(ArgumentError, match='partitioning is BatchPartitioning'):
+    with pytest.raises(ArgumentError, match='partitioning is a BatchPartitioning'):
         MeshShardingHelper([8], ['fsdp'], partitioning=jnp.float32)
