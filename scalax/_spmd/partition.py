@@ -51,6 +51,7 @@ from scalax._spmd.placements.repeated_casts import CAST_PRIMITIVES, alias_repeat
 from scalax._spmd.placements.state_casts import NARROW, SAME_STATE
 from scalax._spmd.placements.strategy_costs import cheapest
 from scalax._spmd.placements.user_constraints import partition_constraint
+from scalax._spmd.uses import without_unused
 from scalax._spmd.values import (
     REDUCE_TO_ALL,
     REDUCE_TO_STATE,
@@ -166,7 +167,7 @@ class _JaxprPartitioner(JaxprEditor):
             same = target == value.placements
             atoms.append(value.atom if same else self.convert(value, target, self.producer_of(value)))
             placements.append(target)
-        eqns = _live_equations(self.eqns, atoms)
+        eqns = without_unused(self.eqns, atoms)
         return PartitionedJaxpr(
             remade(self.jaxpr, [*self.microbatch_indices, *self.arguments], eqns, atoms, self.constants),
             tuple(placements),
@@ -211,9 +212,8 @@ class _JaxprPartitioner(JaxprEditor):
 
     def _primitive(self, name: str, equation: Any, values: Sequence[Value]) -> None:
         if name == 'rng_uniform':
-            raise CannotPartition(
-                equation, 'it draws different random numbers on each device', 'use jax.random'
-            )
+            reason = 'it draws different random numbers on each device'
+            raise CannotPartition(equation, reason, 'use jax.random')
         if name in ELEMENTWISE or name == 'broadcast_in_dim':
             self._gather_broadcast_state(equation, values)
         if all(value.is_replicated for value in values):
@@ -484,16 +484,3 @@ def _transposed(
     operands = [*zip(*[strategy.operands for strategy in strategies], strict=True)]
     results = [*zip(*[strategy.results for strategy in strategies], strict=True)]
     return operands, results
-
-
-def _live_equations(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """Returns the equations that have effects, or whose results are used.
-
-    Unused ones remain, for example, where a device computes a block instead of the entire value.
-    """
-    needed, live = {*map(id, results)}, list[Any]()
-    for equation in reversed(eqns):
-        if not needed.isdisjoint(map(id, equation.outvars)) or has_effects(equation):
-            live.append(equation)
-            needed.update(map(id, equation.invars))
-    return live[::-1]

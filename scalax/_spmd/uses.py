@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
+
+from scalax._jax.equations import has_effects
 
 
 class Uses:
@@ -43,3 +46,18 @@ class Uses:
             for atom in equation.invars:
                 equations[id(atom)].append(equation)
         return equations
+
+
+def without_unused(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    """Returns the equations that have effects, or whose results are used.
+
+    Args:
+        eqns: the equations of a jaxpr.
+        results: the results of the jaxpr.
+    """
+    needed, live = {*map(id, results)}, list[Any]()
+    for equation in reversed(eqns):
+        if not needed.isdisjoint(map(id, equation.outvars)) or has_effects(equation):
+            live.append(equation)
+            needed.update(map(id, equation.invars))
+    return live[::-1]
