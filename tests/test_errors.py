@@ -223,7 +223,7 @@ def test_ten_leaves_are_shown_and_the_rest_counted():
         (
             lambda: HELPER.match_sharding_rule(FSDPShardingRule('fsdp', 8), leaf(8)),
             f'{FSDPShardingRule("fsdp", 8)!r}: fsdp_axis_size is 8, but the mesh has 4 devices along '
-            "'fsdp'; leave fsdp_axis_size out: the helper knows its mesh",
+            "'fsdp'; leave fsdp_axis_size out: the helper takes it from the mesh",
         ),
         (
             lambda: FSDPShardingRule(fsdp_axis_name=None),

@@ -75,12 +75,12 @@ def merged(inner: LogicalAxisShardingRule, outer: LogicalAxisShardingRule) -> Lo
     )
 
 
-def mapping_in_force(mapping: AxisMapping | None) -> LogicalAxisShardingRule | None:
+def active_mapping(mapping: AxisMapping | None) -> LogicalAxisShardingRule | None:
     """The mapping given, or else the active one."""
     return active_helper.current_mapping() if mapping is None else as_rule(mapping)
 
 
-def mesh_in_force(mesh: Any) -> Mesh | AbstractMesh | None:
+def active_mesh(mesh: Any) -> Mesh | AbstractMesh | None:
     """The mesh given, or that of the active helper, or that of ``jax.set_mesh``; None without any.
 
     Raises:
@@ -100,7 +100,7 @@ def mesh_in_force(mesh: Any) -> Mesh | AbstractMesh | None:
 
 def required_mesh(mesh: Any, what: str) -> Mesh | AbstractMesh:
     """The mesh in force; raises MeshError if there is none, for *what*."""
-    found = mesh_in_force(mesh)
+    found = active_mesh(mesh)
     if found is None:
         raise MeshError(
             f'{what} needs a mesh, and none is active: call it inside sjit or `with helper.get_context():`, '

@@ -21,7 +21,7 @@ from scalax._core.context import active_helper
 from scalax._core.util.lru_cache import LRUCache
 from scalax._helper import MeshShardingHelper
 from scalax.axes._haliax import haliax_mapping
-from scalax.axes._mapping import AxisMapping, as_rule, mapping_in_force, mesh_in_force
+from scalax.axes._mapping import AxisMapping, active_mapping, active_mesh, as_rule
 from scalax.axes._static import (
     StaticPart,
     combine,
@@ -325,7 +325,7 @@ class NamedJitFunction(Generic[Given, Result]):
 
     def _compiled(self, args: int, kwargs: frozenset[str]) -> Any:
         """The compiled function for so many arguments, and the mesh and the mapping that are in force."""
-        mapping = self._shared.mapping or mapping_in_force(None)
+        mapping = self._shared.mapping or active_mapping(None)
         out = self._shared.outputs or _rule_of(mapping)
         place = _place_of(self._shared.mesh)
         key = place, mapping, args, kwargs
@@ -405,7 +405,7 @@ def _place_of(mesh: Any) -> MeshShardingHelper | None:
     helper = context.helper if mesh is None and context is not None else mesh
     if isinstance(helper, MeshShardingHelper):
         return helper
-    found = mesh_in_force(helper)
+    found = active_mesh(helper)
     return None if found is None else _helper_over(found)
 
 

@@ -16,17 +16,17 @@ from scalax._core.pytree.spec_validation import Fault
 from scalax.axes._mapping import (
     AxisMapping,
     Size,
+    active_mapping,
+    active_mesh,
     as_rule,
     dimensions_of,
     is_axis,
-    mapping_in_force,
-    mesh_in_force,
     required_mesh,
 )
 from scalax.axes._static import is_array
 from scalax.errors import RuleError
 from scalax.rules._answer import REPLICATED
-from scalax.rules._logical_axis import Named, NamedLeaf
+from scalax.rules._logical_axis import AxisAssignment, NamedDimensions
 from scalax.rules._resolve import named_sharding
 
 
@@ -96,18 +96,18 @@ def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None
         P(('data', 'fsdp'), None, None)
     """
     if _has_arrays(axes):
-        specs = (mapping_in_force(mapping) or as_rule({})).apply(axes)
+        specs = (active_mapping(mapping) or as_rule({})).apply(axes)
         return jax.tree.map(_spec_of, specs, is_leaf=_holds_spec)
     pattern, text = dimensions_of(axes)
     if pattern.ellipsis is not None:
         raise RuleError(f"{text!r} names any number of dimensions ('...'): name each of them")
-    rule, found = mapping_in_force(mapping), mesh_in_force(mesh)
+    rule, found = active_mapping(mapping), active_mesh(mesh)
     if rule is None:
         return PartitionSpec(*[None] * len(pattern.dimensions))
     rule = dataclasses.replace(rule, on_indivisible='error')
     shape = (None,) * len(pattern.dimensions)  # divisibility is checked when there is an array
     sizes = None if found is None else dict(found.shape)
-    decision = NamedLeaf(rule, Named(pattern), shape, 0, REPLICATED, sizes).decide()
+    decision = AxisAssignment(rule, NamedDimensions(pattern), shape, 0, REPLICATED, sizes).decide()
     if isinstance(decision, Fault):
         raise RuleError(f'{text!r}: {decision.detail}')
     assert decision.spec is not None
@@ -207,7 +207,7 @@ def _is_size(value: Any) -> bool:
 
 def _only_name(size: Any, mapping: AxisMapping | None) -> Any:
     """The name of a dimension that is rounded without a name: that of a mapping of one name."""
-    rule = mapping_in_force(mapping)
+    rule = active_mapping(mapping)
     names = [] if rule is None else list(dict.fromkeys(name for name, _ in rule.axis_mapping))
     if len(names) != 1:
         names_text = ', '.join(map(repr, names)) or 'none'

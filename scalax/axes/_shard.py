@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from scalax._core.context import constraints
 from scalax._core.mesh import meshes
 from scalax._data.host import transfer
-from scalax.axes._mapping import AxisMapping, dimensions_of, is_axis, mapping_in_force, mesh_in_force
+from scalax.axes._mapping import AxisMapping, active_mapping, active_mesh, dimensions_of, is_axis
 from scalax.axes._static import combine, keep_only, partition
 from scalax.errors import RuleError, UnshardedWarning, warn
 from scalax.interop._boxes import names_by_leaf
@@ -60,8 +60,8 @@ def shard(x: Tree, axes_or_mapping: Any = None, mapping: AxisMapping | None = No
         mapping, mesh = None, mapping  # haliax's order: the mesh follows the mapping
     axes, given = _axes_and_mapping(axes_or_mapping, mapping)
     names = axes if axes is None or isinstance(axes, str) else dimensions_of(axes)[0]
-    rule = mapping_in_force(given)
-    where = mesh_in_force(mesh)
+    rule = active_mapping(given)
+    where = active_mesh(mesh)
     if rule is None:
         _unsharded('no axis mapping is active', '`with axis_mapping({...}):`', '`mapping={...}`')
         return x
@@ -87,7 +87,7 @@ def auto_sharded(x: Tree, mesh: Any = None) -> Tree:
         >>> auto_sharded({'w': 1.0})
         {'w': 1.0}
     """
-    rule, where = mapping_in_force(None), mesh_in_force(mesh)
+    rule, where = active_mapping(None), active_mesh(mesh)
     return x if rule is None or where is None else _sharded(x, rule, where)
 
 

@@ -27,7 +27,7 @@ import jax
 
 from scalax._core.pytree.paths import is_prng_key
 from scalax.custom_op._gradient import Gradient, as_tuple, differentiable
-from scalax.custom_op._rule import Rule, match_rule, read_rule
+from scalax.custom_op._rule import Rule, match_rule, parse_rule
 from scalax.custom_op._run import Operation, Results
 from scalax.custom_op._verify import verified
 from scalax.errors import ArgumentError, RuleError, checked_flag, plural
@@ -75,7 +75,7 @@ def sharded_op(
         [30.0, 30.0]
     """
     checked_flag('check_vma', check_vma)
-    read = read_rule(rule, reduction_factors, need_replication_factors)
+    read = parse_rule(rule, reduction_factors, need_replication_factors)
 
     def decorate(fun: Callable[Concatenate[Any, Given], Result]) -> ShardedOp[Given, Result]:
         return ShardedOp(fun, read, check_vma=check_vma)

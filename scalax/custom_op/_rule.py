@@ -35,14 +35,14 @@ class Rule:
         return tuple(dict.fromkeys(name for name, _ in names_in(self.text)))
 
 
-def read_rule(text: str, reduction_factors: Iterable[str], need_replication_factors: Iterable[str]) -> Rule:
+def parse_rule(text: str, reduction_factors: Iterable[str], need_replication_factors: Iterable[str]) -> Rule:
     """Reads a rule.
 
     Raises:
         RuleError: it is not one; the message points at the place.
 
     Example:
-        >>> rule = read_rule('b c, -> b', ('c',), ())
+        >>> rule = parse_rule('b c, -> b', ('c',), ())
         >>> [len(operand.dimensions) for operand in rule.operands], rule.factors
         ([2, 0], ('b', 'c'))
     """

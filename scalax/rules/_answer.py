@@ -1,4 +1,4 @@
-"""What a rule may answer about a leaf: a `Decision`, a problem, or `NoAnswer`; problems that rules share."""
+"""Answers of a rule about one leaf: `Decision`, `Problem` or `NoAnswer`; and problems that rules share."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from scalax.rules._indivisible import OnIndivisible
 
 AxisSizes = Mapping[str, int]
 Clause = tuple[Any, int]
-"""A rule, and the number of one of its clauses."""
+"""A rule, and the index of one of its clauses."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Decision:
-    """What a rule decided about one leaf. One decision may serve many leaves: it names none.
+    """A rule's decision about one leaf. It does not name the leaf, so many leaves may share one decision.
 
     Attributes:
         spec: the spec; None leaves the leaf to the compiler.
         origin: the rule, as messages and reports show it.
         reason: why, in a few words.
-        policies: for dimensions that do not divide, the policies of the rules that placed some; None is
-            the helper's. The strictest counts.
-        memory_kind: the memory asked for, such as ``'pinned_host'``; None is the default one.
-        clauses: the rules that took part, each with the number of its clause, from the outermost inwards;
+        policies: the policies, for dimensions that do not divide, of the rules that sharded a dimension; None
+            stands for the helper's policy. The strictest one applies.
+        memory_kind: the requested memory, such as ``'pinned_host'``; None for the default memory.
+        clauses: the rules that took part, each with the index of its clause, from the outermost inwards;
             reports find unused clauses by them.
-        given: the NamedShardings that took part, whose meshes are to be checked.
-        notes: what was asked for and not given, each with the reason.
-        passed: dimensions that do not divide, which the rule has left whole and warns about.
-        stack: the dimensions that are stacks of layers, which ``&`` never shards.
+        named_shardings: the NamedShardings that took part; `resolve` checks their meshes.
+        stack_dims: the dimensions that stack layers, which ``&`` never shards.
+        notes: requests that were not granted, each with the reason.
+        warnings: dimensions from which the rule dropped mesh axes that do not divide them, to warn about.
     """
 
     spec: PartitionSpec | None
@@ -43,10 +43,10 @@ class Decision:
     policies: tuple[OnIndivisible | None, ...] = (None,)
     memory_kind: str | None = None
     clauses: tuple[Clause, ...] = ()
-    given: tuple[NamedSharding, ...] = ()
-    stack: tuple[int, ...] = ()
+    named_shardings: tuple[NamedSharding, ...] = ()
+    stack_dims: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
-    passed: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -57,42 +57,42 @@ class Decision:
         on_indivisible: OnIndivisible | None,
         clauses: tuple[Clause, ...] = (),
     ) -> Decision:
-        """The decision for a value: a PartitionSpec, a NamedSharding, or None."""
+        """Returns the decision for a PartitionSpec, a NamedSharding, or None."""
         policies = (on_indivisible,)
         if not isinstance(value, NamedSharding):
             return cls(value, origin, reason, policies, clauses=clauses)
-        # Left out, the memory kind reads as the default one of the devices.
-        plain = NamedSharding(value.mesh, value.spec)
-        kind = None if value.memory_kind == plain.memory_kind else value.memory_kind
-        return cls(value.spec, origin, reason, policies, kind, clauses, (value,))
+        # A NamedSharding without a memory kind reports the default one of its devices.
+        default = NamedSharding(value.mesh, value.spec)
+        memory_kind = None if value.memory_kind == default.memory_kind else value.memory_kind
+        return cls(value.spec, origin, reason, policies, memory_kind, clauses, (value,))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class NoAnswer:
-    """The rule leaves a leaf to the next one of ``a | b`` or ``a & b``. It may serve many leaves.
+    """A leaf that the rule leaves to the next rule of ``a | b`` or ``a & b``. Many leaves may share one.
 
     Attributes:
-        default: what counts where no rule is next: a decision, or what makes the problem to raise.
+        default: applies if no rule follows: a decision, or a function that returns the problem to raise.
     """
 
     default: Decision | Callable[[], Problem]
 
-    def settled(self) -> Decision | Problem:
-        """What the leaf gets where no rule is next."""
+    def apply_default(self) -> Decision | Problem:
+        """Returns the decision or problem of the leaf if no rule follows."""
         return self.default if isinstance(self.default, Decision) else self.default()
 
 
 Answer = Decision | Problem | NoAnswer
-"""The answer of a rule about one leaf; a problem is what is wrong with the leaf."""
+"""The answer of a rule about one leaf."""
 
 
-def settled(answers: list[Answer]) -> list[Decision | Problem]:
-    """What leaves get where no rule is next."""
-    return [answer.settled() if isinstance(answer, NoAnswer) else answer for answer in answers]
+def apply_defaults(answers: list[Answer]) -> list[Decision | Problem]:
+    """Returns the answers with each `NoAnswer` replaced by its default."""
+    return [answer.apply_default() if isinstance(answer, NoAnswer) else answer for answer in answers]
 
 
-def changed(answer: Answer, change: Callable[[Decision], Decision]) -> Answer:
-    """The answer with its decision changed, or its default."""
+def map_decision(answer: Answer, change: Callable[[Decision], Decision]) -> Answer:
+    """Applies *change* to the decision of an answer, or to its default decision."""
     if isinstance(answer, Decision):
         return change(answer)
     if isinstance(answer, NoAnswer) and isinstance(answer.default, Decision):
@@ -102,25 +102,25 @@ def changed(answer: Answer, change: Callable[[Decision], Decision]) -> Answer:
 
 REPLICATED = PartitionSpec()
 ONE_ELEMENT = 'one element'
-"""The reason why arrays of one element are replicated."""
+"""The reason that decisions about arrays of one element give."""
 
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
-_OF_LEAVES = 'shard trees of arrays, and take other leaves out (a function may close over them).'
-_OF_RULES = ' Or are the tree and the rules the wrong way round?'
+_ONLY_ARRAYS_HINT = 'shard trees of arrays, and take other leaves out (a function may close over them).'
+_SWAPPED_HINT = ' Or are the tree and the rules the wrong way round?'
 
 
-def non_arrays(tree: NamedTree) -> list[Problem]:
-    """A problem for each leaf that JAX does not take as an array."""
-    if not [kind for kind in set(map(type, tree.leaves)) if not issubclass(kind, _ARRAYS)]:
+def non_array_problems(tree: NamedTree) -> list[Problem]:
+    """Returns a problem for each leaf that JAX does not accept as an array."""
+    if all(issubclass(leaf_type, _ARRAYS) for leaf_type in set(map(type, tree.leaves))):
         return []
-    hint = _OF_LEAVES + module_advice(tree.leaves)
+    hint = _ONLY_ARRAYS_HINT + module_advice(tree.leaves)
     if any(isinstance(leaf, PartitionSpec | NamedSharding) for leaf in tree.leaves):
-        hint += _OF_RULES
+        hint += _SWAPPED_HINT
     return [
         Problem(
             'not-an-array',
             tree.describe(index),
-            f'{short(leaf)} is not an array'
+            f'{short_repr(leaf)} is not an array'
             if leaf_shape(leaf) is None
             else f'JAX has no arrays of dtype {leaf.dtype}',
             hint=hint,
@@ -130,14 +130,14 @@ def non_arrays(tree: NamedTree) -> list[Problem]:
     ]
 
 
-def short(value: Any) -> str:
-    """A user's value as messages show it: on one line, shortened."""
+def short_repr(value: Any) -> str:
+    """Returns the repr of a user's value on one line, shortened for messages."""
     text = ' '.join(repr(value).split())
     return text if len(text) <= 60 else f'{text[:57]}...'
 
 
-def not_a_spec(tree: NamedTree, index: int, rule: str, got: Any) -> Problem:
-    """The problem of a leaf for which the user's code returned something that is not a spec."""
+def not_a_spec_problem(tree: NamedTree, index: int, rule: str, got: Any) -> Problem:
+    """Returns the problem of a leaf for which the user's code returned something other than a spec."""
     return Problem(
         'not-a-spec',
         tree.describe(index),

@@ -1,22 +1,23 @@
-"""How two rules make one: what ``a | b`` and ``a & b`` answer, given the answers of *a* and of *b*.
+"""Composition of two rules: the answers of ``a | b`` and ``a & b``, given the answers of *a* and of *b*.
 
-Leaf by leaf:
+For each leaf:
 
 ==============================  ===========================  =======================================
 answer of *a*                   ``a | b`` gives              ``a & b`` gives
 ==============================  ===========================  =======================================
-a spec                          that spec                    that spec; *b* fills what it left free
+a spec                          that spec                    that spec; *b* fills its free dimensions
 ``PartitionSpec()``             ``PartitionSpec()``          the answer of *b*
-a spec, ``.stacked(n)``         that spec                    that spec; *b* fills what it left free,
-                                                             but never the first *n* dimensions
+a spec, ``.stacked(n)``         that spec                    that spec; *b* fills its free dimensions,
+                                                             but never the first *n*
 None (leave to the compiler)    None                         None
 no answer (FSDP: too small)     the answer of *b*            the answer of *b*
 strict, and no regex matches    the answer of *b*            an error
 ==============================  ===========================  =======================================
 
-Where *b* has no answer, or answers None, ``a & b`` gives the spec of *a* unchanged. A rule that has a choice,
-like FSDP, chooses among the dimensions and the mesh axes that rules before it left free: it finds what they
-occupy in `NamedTree.occupied`, and what a rule says about that is taken out of its answers.
+If *b* has no answer, or answers None, ``a & b`` gives the spec of *a* unchanged. A rule with a choice, such
+as FSDP, chooses among the dimensions and the mesh axes that earlier rules left free: `NamedTree.occupied`
+lists the occupied ones. If a rule shards occupied dimensions or uses occupied axes anyway, they are removed
+from its answers.
 """
 
 from __future__ import annotations
@@ -36,139 +37,145 @@ from scalax.errors import Problem
 from scalax.rules._answer import Answer, AxisSizes, Decision, NoAnswer
 
 Ask = Callable[[NamedTree], list[Answer]]
-"""Gives the answers of a rule."""
+"""A function that returns the answers of a rule."""
 
 
 def first_answers(tree: NamedTree, asks: Iterable[Ask]) -> list[Answer]:
-    """``a | b | ...``: for each leaf the first answer, or the last rule's NoAnswer."""
+    """Returns the answers of ``a | b | ...``: for each leaf the first one, or the last rule's NoAnswer."""
     answers: list[Any] = [None] * len(tree)
-    left = list(range(len(tree)))
+    unanswered = list(range(len(tree)))
     for ask in asks:
-        for i, answer in zip(left, ask(tree.select(left)), strict=True):
+        for i, answer in zip(unanswered, ask(tree.select(unanswered)), strict=True):
             answers[i] = answer
-        left = [i for i in left if isinstance(answers[i], NoAnswer)]
+        unanswered = [i for i in unanswered if isinstance(answers[i], NoAnswer)]
     return answers
 
 
-def overlaid(tree: NamedTree, ask_first: Ask, ask_second: Ask, axis_sizes: AxisSizes | None) -> list[Answer]:
-    """``a & b``: the second rule fills the dimensions that the first left free, with axes it did not use.
+def overlay(tree: NamedTree, ask_first: Ask, ask_second: Ask, axis_sizes: AxisSizes | None) -> list[Answer]:
+    """Returns the answers of ``a & b``: *b* fills the dimensions that *a* left free, with other mesh axes.
 
     Args:
         tree: the leaves.
-        ask_first: gives the answers of *a*.
-        ask_second: gives those of *b*; asked about the leaves that *a* leaves open.
-        axis_sizes: mesh axis name -> size; None when no mesh is known.
+        ask_first: returns the answers of *a*.
+        ask_second: returns the answers of *b*; called for the leaves that *a* leaves open.
+        axis_sizes: mesh axis name -> size; None without a mesh.
     """
-    answers = list(map(_without_strict, _unoccupied(tree, ask_first(tree))))
+    answers = list(map(_raise_strict_default, _drop_occupied(tree, ask_first(tree))))
     open_leaves = [i for i, answer in enumerate(answers) if _is_open(answer)]
-    part = tree.select(open_leaves)
+    open_tree = tree.select(open_leaves)
     firsts = [answers[i] for i in open_leaves]
-    ranks = map(len, part.shapes)
-    occupied = map(functools.cache(occupied_by), part.occupied, map(_occupied_spec, firsts), ranks)
-    part = part.with_occupied(list(occupied))
-    seconds = _unoccupied(part, ask_second(part))
-    merge = functools.partial(_merged, axis_sizes=axis_sizes or {})
-    merged = map(functools.cache(merge), firsts, seconds, part.shapes)
+    ranks = map(len, open_tree.shapes)
+    occupied = map(
+        functools.cache(combined_occupancy), open_tree.occupied, map(_occupied_spec, firsts), ranks
+    )
+    open_tree = open_tree.with_occupied(list(occupied))
+    seconds = _drop_occupied(open_tree, ask_second(open_tree))
+    merge = functools.partial(_merge_answers, axis_sizes=axis_sizes or {})
+    merged = map(functools.cache(merge), firsts, seconds, open_tree.shapes)
     for i, answer in zip(open_leaves, merged, strict=True):
         answers[i] = answer
     return answers
 
 
-def _without_strict(answer: Answer) -> Answer:
-    """The answer of the first rule of ``a & b``: where a strict rule has none, that is an error."""
-    settled = answer.settled() if isinstance(answer, NoAnswer) else answer
-    return settled if isinstance(settled, Problem) else answer
+def _raise_strict_default(answer: Answer) -> Answer:
+    """Returns the answer, or the problem if a strict first rule of ``a & b`` has no answer."""
+    default = answer.apply_default() if isinstance(answer, NoAnswer) else answer
+    return default if isinstance(default, Problem) else answer
 
 
 def _is_open(answer: Answer) -> bool:
-    """Whether another rule may add to an answer: not where the leaf is left to the compiler."""
+    """Whether another rule may add to an answer. None, which leaves the leaf to the compiler, is final."""
     return isinstance(answer, NoAnswer) or (isinstance(answer, Decision) and answer.spec is not None)
 
 
 def _occupied_spec(answer: Answer) -> PartitionSpec:
-    """The spec that a decision occupies. A stack of layers is not free, though nothing shards it."""
+    """Returns the spec that a decision occupies. The dimensions that stack layers count, though unsharded."""
     if not isinstance(answer, Decision) or answer.spec is None:
         return FREE
-    return block_dims(answer.spec, answer.stack) if answer.stack else answer.spec
+    return block_dims(answer.spec, answer.stack_dims) if answer.stack_dims else answer.spec
 
 
-def _unoccupied(tree: NamedTree, answers: list[Answer]) -> list[Answer]:
-    """The answers without the dimensions and mesh axes that rules before have occupied."""
+def _drop_occupied(tree: NamedTree, answers: list[Answer]) -> list[Answer]:
+    """Drops the dimensions and mesh axes that earlier rules have occupied from each answer."""
     if tree.occupied.count(FREE) == len(answers):
         return answers
-    return list(map(functools.cache(_reduced), answers, tree.occupied, map(len, tree.shapes)))
+    return list(map(functools.cache(_drop_occupied_of), answers, tree.occupied, map(len, tree.shapes)))
 
 
-def _reduced(answer: Answer, occupied: PartitionSpec, rank: int) -> Answer:
+def _drop_occupied_of(answer: Answer, occupied: PartitionSpec, rank: int) -> Answer:
     if not isinstance(answer, Decision) or answer.spec is None or not occupied:
         return answer
-    spec = unused_part(occupied, answer.spec, rank)
+    spec = without_occupied(occupied, answer.spec, rank)
     if spec == partition_specs.canonical(answer.spec):
         return answer
-    notes = (*answer.notes, *_lost(answer.origin, answer.spec, spec, occupied))
-    # A rule of which nothing was used did not decide.
+    notes = (*answer.notes, *_notes_on_dropped(answer.origin, answer.spec, spec, occupied))
+    # If nothing of a rule's answer is used, the rule did not decide.
     clauses = answer.clauses if _is_sharded(spec) or answer.memory_kind else ()
     return dataclasses.replace(answer, spec=spec, notes=notes, clauses=clauses)
 
 
-def _merged(first: Answer, second: Answer, shape: tuple[int, ...], axis_sizes: AxisSizes) -> Answer:
-    """One answer made of two about a leaf of this shape, which the first leaves open; they do not overlap."""
+def _merge_answers(first: Answer, second: Answer, shape: tuple[int, ...], axis_sizes: AxisSizes) -> Answer:
+    """Merges two answers, which do not overlap, about a leaf of this shape that the first leaves open."""
     if not isinstance(first, Decision) or isinstance(second, Problem):
         return second
     if isinstance(second, NoAnswer):
-        # Reports show the reason. A strict rule without an answer is no error here.
-        found = second.default
-        if not isinstance(found, Decision) or not found.reason:
+        # The default's reason is kept for reports. A strict second rule need not have an answer.
+        default = second.default
+        if not isinstance(default, Decision) or not default.reason:
             return first
         return dataclasses.replace(
-            first, notes=(*first.notes, found.reason), clauses=first.clauses + found.clauses
+            first, notes=(*first.notes, default.reason), clauses=first.clauses + default.clauses
         )
     if second.spec is None:
         return first
-    return _filled(first, second, shape, axis_sizes)
+    return _merge_decisions(first, second, shape, axis_sizes)
 
 
-def _filled(first: Decision, second: Decision, shape: tuple[int, ...], axis_sizes: AxisSizes) -> Decision:
-    """One decision made of two that have specs."""
+def _merge_decisions(
+    first: Decision, second: Decision, shape: tuple[int, ...], axis_sizes: AxisSizes
+) -> Decision:
+    """Merges two decisions that have specs."""
     assert first.spec is not None and second.spec is not None
-    filled = fill_free(first.spec, second.spec)
-    both = dataclasses.replace(
+    filled_spec = fill_free_dims(first.spec, second.spec)
+    merged = dataclasses.replace(
         first,
         memory_kind=first.memory_kind or second.memory_kind,
         clauses=first.clauses + second.clauses,
-        given=first.given + second.given,
-        stack=first.stack + tuple(dim for dim in second.stack if dim not in first.stack),
+        named_shardings=first.named_shardings + second.named_shardings,
+        stack_dims=first.stack_dims + tuple(dim for dim in second.stack_dims if dim not in first.stack_dims),
         notes=first.notes + second.notes,
-        passed=first.passed + second.passed,
+        warnings=first.warnings + second.warnings,
     )
-    if filled == partition_specs.canonical(first.spec):
-        return both
-    # A policy is about the dimensions that its rule placed: it counts if one of those does not divide.
+    if filled_spec == partition_specs.canonical(first.spec):
+        return merged
+    # A policy concerns the dimensions that its rule sharded, so it applies if one of those does not divide.
     policies = [
         policy
-        for one in (first, second)
-        if not _divides(shape, one.spec, axis_sizes)
-        for policy in one.policies
+        for decision in (first, second)
+        if not _divides(shape, decision.spec, axis_sizes)
+        for policy in decision.policies
     ]
     return dataclasses.replace(
-        both,
-        spec=filled,
+        merged,
+        spec=filled_spec,
         origin=f'{first.origin} & {second.origin}',
         reason='; '.join(part for part in (first.reason, second.reason) if part),
         policies=tuple(policies) or first.policies,
     )
 
 
-def _lost(origin: str, asked: PartitionSpec, kept: PartitionSpec, occupied: PartitionSpec) -> tuple[str, ...]:
-    """Notes about the mesh axes that a rule asked for in dimensions that do not have them."""
+def _notes_on_dropped(
+    origin: str, requested: PartitionSpec, granted: PartitionSpec, occupied: PartitionSpec
+) -> tuple[str, ...]:
+    """Returns notes about the mesh axes that a rule requested for a dimension that did not get them."""
     used, notes = _used(occupied), []
-    columns = itertools.zip_longest(*map(partition_specs.entries, (asked, kept, occupied)))
-    for dim, (entry, *given) in enumerate(columns):
-        has = [axis for each in given for axis in partition_specs.entry_axes(each)]
-        gone = [axis for axis in partition_specs.entry_axes(entry) if axis not in has]
-        if gone:
-            why = 'in use' if used.issuperset(gone) else 'not free'
-            notes.append(f'{origin} asked for {", ".join(gone)} on dimension {dim}: {why}')
+    entries = itertools.zip_longest(*map(partition_specs.entries, (requested, granted, occupied)))
+    for dim, (requested_entry, *actual_entries) in enumerate(entries):
+        actual = [axis for entry in actual_entries for axis in partition_specs.entry_axes(entry)]
+        dropped = [axis for axis in partition_specs.entry_axes(requested_entry) if axis not in actual]
+        if dropped:
+            reason = 'in use' if used.issuperset(dropped) else 'not free'
+            notes.append(f'{origin} asked for {", ".join(dropped)} on dimension {dim}: {reason}')
     return tuple(notes)
 
 
@@ -178,7 +185,7 @@ def _is_sharded(spec: PartitionSpec) -> bool:
 
 
 def _divides(shape: tuple[int, ...], spec: PartitionSpec | None, axis_sizes: AxisSizes) -> bool:
-    """Whether every dimension divides by its axes, as far as these are known."""
+    """Whether every dimension divides by its mesh axes; axes of unknown size count as 1."""
     return not any(
         n % math.prod(axis_sizes.get(axis, 1) for axis in partition_specs.entry_axes(entry))
         for n, entry in zip(shape, partition_specs.entries(spec or FREE), strict=False)
@@ -189,33 +196,33 @@ def _divides(shape: tuple[int, ...], spec: PartitionSpec | None, axis_sizes: Axi
 
 
 def _used(spec: PartitionSpec) -> set[str]:
-    """Every mesh axis of a spec, with the unreduced and reduced ones."""
+    """Returns every mesh axis of a spec, including the unreduced and reduced ones."""
     return {*partition_specs.spec_axes(spec), *spec.unreduced, *spec.reduced}
 
 
-def unused_part(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:
-    """A spec without the dimensions and axes that an outer rule occupies.
+def without_occupied(occupied: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:
+    """Returns a spec without the dimensions and mesh axes that *occupied* has.
 
     Example:
-        >>> unused_part(PartitionSpec('a', None), PartitionSpec('b', ('a', 'c')), 2)
+        >>> without_occupied(PartitionSpec('a', None), PartitionSpec('b', ('a', 'c')), 2)
         P(None, 'c')
     """
-    unused = partition_specs.only_axes(spec, set(partition_specs.spec_axes(spec)) - _used(outer))
-    pairs = itertools.zip_longest(partition_specs.entries(unused), partition_specs.entries(outer)[:rank])
-    return partition_specs.with_entries(
-        spec, [entry if occupied is None else None for entry, occupied in pairs]
-    )
+    unused = partition_specs.only_axes(spec, set(partition_specs.spec_axes(spec)) - _used(occupied))
+    pairs = itertools.zip_longest(partition_specs.entries(unused), partition_specs.entries(occupied)[:rank])
+    return partition_specs.with_entries(spec, [entry if outer is None else None for entry, outer in pairs])
 
 
-def fill_free(first: PartitionSpec, free: PartitionSpec) -> PartitionSpec:
-    """A spec whose empty dimensions are filled from *free*, which `unused_part` gave.
+def fill_free_dims(first: PartitionSpec, free: PartitionSpec) -> PartitionSpec:
+    """Fills the empty dimensions of a spec from *free*, a result of `without_occupied`.
 
     Example:
-        >>> fill_free(PartitionSpec(None, 'tp'), PartitionSpec('fsdp', None))
+        >>> fill_free_dims(PartitionSpec(None, 'tp'), PartitionSpec('fsdp', None))
         P('fsdp', 'tp')
     """
     pairs = itertools.zip_longest(partition_specs.entries(first), partition_specs.entries(free))
-    filled = partition_specs.with_entries(first, [other if own is None else own for own, other in pairs])
+    filled = partition_specs.with_entries(
+        first, [filler if entry is None else entry for entry, filler in pairs]
+    )
     unreduced, reduced = free.unreduced - _used(first), free.reduced - _used(first)
     if unreduced or reduced:
         filled = filled.update(unreduced=first.unreduced | unreduced, reduced=first.reduced | reduced)
@@ -223,7 +230,7 @@ def fill_free(first: PartitionSpec, free: PartitionSpec) -> PartitionSpec:
 
 
 def block_dims(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
-    """The spec with UNCONSTRAINED in the empty ones of *dims*, so that they are never filled.
+    """Puts UNCONSTRAINED into the empty entries among *dims*, so that no rule fills them.
 
     Example:
         >>> block_dims(PartitionSpec('a'), (0, 1))
@@ -235,17 +242,17 @@ def block_dims(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
     return partition_specs.with_entries(spec, entries)
 
 
-def occupied_by(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:
-    """What a rule and the rules around it occupy of a leaf of *rank* dimensions, for the next rule.
+def combined_occupancy(outer: PartitionSpec, spec: PartitionSpec, rank: int) -> PartitionSpec:
+    """Returns what a rule and its outer rules occupy of a leaf of *rank* dimensions, for the next rule.
 
-    Mesh axes that they use elsewhere, such as for a stack of layers, are in one more entry at the end.
+    One more entry at the end has the mesh axes that they use elsewhere, such as for the stack of layers.
 
     Example:
-        >>> occupied_by(PartitionSpec(None, 'a'), PartitionSpec('b', 'c'), 3)
+        >>> combined_occupancy(PartitionSpec(None, 'a'), PartitionSpec('b', 'c'), 3)
         P('b', 'a', None)
     """
-    filled = partition_specs.entries(fill_free(outer, unused_part(outer, spec, rank)))
-    beyond = dict.fromkeys(axis for entry in filled[rank:] for axis in partition_specs.entry_axes(entry))
-    beyond.update(dict.fromkeys(sorted(spec.unreduced | spec.reduced)))
-    seen = [*filled, *[None] * rank][:rank]
-    return PartitionSpec(*seen, tuple(beyond)) if beyond else PartitionSpec(*seen)
+    filled = partition_specs.entries(fill_free_dims(outer, without_occupied(outer, spec, rank)))
+    elsewhere = dict.fromkeys(axis for entry in filled[rank:] for axis in partition_specs.entry_axes(entry))
+    elsewhere.update(dict.fromkeys(sorted(spec.unreduced | spec.reduced)))
+    entries = [*filled, *[None] * rank][:rank]
+    return PartitionSpec(*entries, tuple(elsewhere)) if elsewhere else PartitionSpec(*entries)

@@ -1,4 +1,4 @@
-"""Patterns that name the dimensions of an array, as in einops: ``'batch (heads head_dim) embed'``."""
+"""Einops patterns, which name the dimensions of an array: ``'batch (heads head_dim) embed'``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import re
 from scalax.errors import RuleError
 
 Part = str | int | None
-"""A part of a dimension: a name, a size without a name, or None for anything."""
+"""A factor of a dimension: a name, a size without a name, or None for a factor of any size."""
 
 Dimension = tuple[Part, ...]
-"""The parts of one dimension, the outermost first; none for a dimension of size 1."""
+"""The factors of one dimension, the outermost first; empty for a dimension of size 1."""
 
 _TOKEN = re.compile(r'\.\.\.|\w+|\S')
 _NAMELESS = re.compile('_|[1-9][0-9]*')
@@ -20,24 +20,24 @@ _NAMELESS = re.compile('_|[1-9][0-9]*')
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """The dimensions that a pattern names.
+    """A parsed pattern.
 
     Attributes:
-        dimensions: one entry a dimension, without the ellipsis.
-        ellipsis: how many dimensions come before the ellipsis; None without one.
+        dimensions: one entry for each dimension, without the ellipsis.
+        ellipsis: the number of dimensions before the ellipsis; None without one.
     """
 
     dimensions: tuple[Dimension, ...]
     ellipsis: int | None = None
 
     def of_rank(self, rank: int) -> tuple[Dimension, ...] | None:
-        """One entry for each of *rank* dimensions; None where the pattern is for another rank."""
-        more = rank - len(self.dimensions)
+        """Returns one entry for each of *rank* dimensions, or None if the pattern has another rank."""
+        extra = rank - len(self.dimensions)
         if self.ellipsis is None:
-            return None if more else self.dimensions
-        if more < 0:
+            return None if extra else self.dimensions
+        if extra < 0:
             return None
-        return (*self.dimensions[: self.ellipsis], *[(None,)] * more, *self.dimensions[self.ellipsis :])
+        return (*self.dimensions[: self.ellipsis], *[(None,)] * extra, *self.dimensions[self.ellipsis :])
 
     def __str__(self) -> str:
         words = [str(parts[0] or '_') if len(parts) == 1 else _group_text(parts) for parts in self.dimensions]
@@ -51,18 +51,18 @@ def _group_text(parts: Dimension) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def parse(text: str, whole: str = '', start: int = 0) -> Pattern:
-    """Reads a pattern.
+def parse(text: str, full_text: str = '', start: int = 0) -> Pattern:
+    """Parses a pattern.
 
     Args:
-        text: names separated by spaces, one a dimension, as in einops: they neither begin nor end with an
-            underscore. ``(a b)`` is one dimension, *a* outermost; ``_`` is a dimension without a
-            name, a number one of that size; ``...`` stands for any number of dimensions.
-        whole: the text that it is a part of, for errors; by default it is not.
-        start: where it starts in the whole.
+        text: the names of the dimensions, separated by spaces. As in einops, a name neither begins nor ends
+            with an underscore; ``(a b)`` is one dimension, *a* outermost; ``_`` is a dimension without a
+            name, and a number is one of that size; ``...`` stands for any number of dimensions.
+        full_text: for errors: the text that contains *text*, if any.
+        start: the position of *text* in *full_text*.
 
     Raises:
-        RuleError: it is not one; the message points at the place.
+        RuleError: *text* is not a pattern; the message points at the position.
 
     Example:
         >>> parse('_ (heads head_dim) 1').dimensions
@@ -72,19 +72,19 @@ def parse(text: str, whole: str = '', start: int = 0) -> Pattern:
         >>> parse('... embed').of_rank(3)
         ((None,), (None,), ('embed',))
     """
-    error = functools.partial(pattern_error, whole or text)
+    error = functools.partial(pattern_error, full_text or text)
     dimensions: list[Dimension] = []
     ellipsis: int | None = None
     group: list[Part] | None = None
     names: set[str] = set()
-    opened = 0
+    group_start = 0
     for token in _TOKEN.finditer(text):
-        word, at = token.group(), start + token.start()
+        word, position = token.group(), start + token.start()
         is_name = word.isidentifier() and word.strip('_') == word
         if word in names:
-            raise error(at, f'{word!r} is there twice')
+            raise error(position, f'{word!r} is there twice')
         if word == '(' and group is None:
-            group, opened = [], at
+            group, group_start = [], position
         elif word == ')' and group is not None:
             dimensions.append(tuple(group))
             group = None
@@ -99,24 +99,24 @@ def parse(text: str, whole: str = '', start: int = 0) -> Pattern:
             else:
                 group.extend(parts)
         else:
-            raise error(at, f'{word!r} {_WRONG}')
+            raise error(position, f'{word!r} {_INVALID_WORD}')
     if group is not None:
-        raise error(opened, "a '(' that is never closed")
+        raise error(group_start, "a '(' that is never closed")
     return Pattern(tuple(dimensions), ellipsis)
 
 
-_WRONG = (
+_INVALID_WORD = (
     "does not belong here: a pattern has names, '_', numbers, groups '(a b)', and one '...' outside of these"
 )
 
 
-def pattern_error(text: str, at: int, why: str) -> RuleError:
-    """The error about a place in a pattern, with a caret under it."""
-    shown = re.sub(r'\s', ' ', text)
-    return RuleError(f'invalid pattern {text!r}: {why}\n  {shown}\n  {" " * at}^')
+def pattern_error(text: str, position: int, reason: str) -> RuleError:
+    """Returns the error about a position in a pattern, with a caret under it."""
+    one_line = re.sub(r'\s', ' ', text)
+    return RuleError(f'invalid pattern {text!r}: {reason}\n  {one_line}\n  {" " * position}^')
 
 
 def names_in(text: str) -> list[tuple[str, int]]:
-    """The names of a valid pattern with their places."""
+    """Returns the names in a valid pattern, each with its position."""
     words = [(token.group(), token.start()) for token in _TOKEN.finditer(text)]
-    return [(word, at) for word, at in words if word.isidentifier() and word != '_']
+    return [(word, position) for word, position in words if word.isidentifier() and word != '_']

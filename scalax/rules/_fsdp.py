@@ -23,13 +23,13 @@ class FSDPShardingRule(BuiltinRule):
     """Shards the largest dimension that divides by the FSDP axis; small arrays are replicated.
 
     The axis size comes from the mesh when the rule is resolved through a helper. Without a mesh it is
-    `fsdp_axis_size`; with neither, the dimension with the largest power-of-two divisor is chosen, which
+    `fsdp_axis_size`. With neither, the dimension with the largest power-of-two divisor is sharded, which
     suits every axis size that is a power of two. Of equal dimensions the first one wins.
 
     Args:
         fsdp_axis_name: the mesh axis to shard over, or a tuple of axes used together.
-        fsdp_axis_size: the number of shards. An error if it is unlike the mesh's.
-        min_fsdp_size: arrays of fewer elements (of the global shape) are replicated.
+        fsdp_axis_size: the number of shards. It must equal the size of the mesh axis, if there is a mesh.
+        min_fsdp_size: arrays with fewer elements (of the global shape) are replicated.
 
     Raises:
         RuleError: a size that is not a positive number, or a name that is not a string.
@@ -41,7 +41,7 @@ class FSDPShardingRule(BuiltinRule):
         {'b': P(), 'w': P(None, 'fsdp')}
 
     Source: Zhao et al., "PyTorch FSDP", VLDB 2023 (arXiv:2304.11277), and Rajbhandari et al.,
-    "ZeRO", SC 2020 (arXiv:1910.02054), for what is sharded and why.
+    "ZeRO", SC 2020 (arXiv:1910.02054).
     """
 
     fsdp_axis_name: str | tuple[str, ...] = 'fsdp'
@@ -65,33 +65,32 @@ class FSDPShardingRule(BuiltinRule):
 
     def __repr__(self) -> str:
         size = '' if self.fsdp_axis_size is None else f', fsdp_axis_size={self.fsdp_axis_size}'
-        least = '' if self.min_fsdp_size == 1048576 else f', min_fsdp_size={self.min_fsdp_size}'
-        return f'{type(self).__name__}({self.fsdp_axis_name!r}{size}{least})'
+        min_size = '' if self.min_fsdp_size == 1048576 else f', min_fsdp_size={self.min_fsdp_size}'
+        return f'{type(self).__name__}({self.fsdp_axis_name!r}{size}{min_size})'
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        size = self._axis_size(axis_sizes)  # raises where the mesh does not fit, also if all arrays are small
+        size = self._axis_size(axis_sizes)  # raises if the mesh does not fit, even if all arrays are small
         answer = functools.partial(self._answer, size=size)
         return list(map(functools.cache(answer), tree.shapes, tree.occupied))
 
     def _answer(self, shape: tuple[int, ...], occupied: PartitionSpec, size: int | None) -> Answer:
-        """The answer about arrays of a shape; those that are too small, or do not divide, get none."""
-        elements, taken = math.prod(shape), entries(occupied) if occupied else ()
+        """Returns the answer about arrays of a shape; no answer if they are too small or do not divide."""
+        elements, occupied_entries = math.prod(shape), entries(occupied) if occupied else ()
         if elements < self.min_fsdp_size:
-            return self._none(f'{plural(elements, "element")} < min_fsdp_size {self.min_fsdp_size}')
-        if taken and (used := [axis for axis in self._axes if axis in spec_axes(occupied)]):
-            return self._none(f'FSDP: {", ".join(used)} in use')
-        dim = _largest_divisible(shape, taken, size)
+            return self._no_answer(f'{plural(elements, "element")} < min_fsdp_size {self.min_fsdp_size}')
+        if occupied_entries and (used := [axis for axis in self._axes if axis in spec_axes(occupied)]):
+            return self._no_answer(f'FSDP: {", ".join(used)} in use')
+        dim = _largest_divisible(shape, occupied_entries, size)
         if dim is not None:
             spec = PartitionSpec(*[self.fsdp_axis_name if i == dim else None for i in range(len(shape))])
-            found = f'divides by {size}' if size else 'has the largest power-of-two divisor'
-            return Decision(spec, repr(self), f'dimension {dim} of size {shape[dim]} {found}')
-        if taken and None not in taken[: len(shape)]:
-            return self._none('FSDP: no dimension is free')
-        return self._none(
-            f'no{" free" if any(taken) else ""} dimension divides by {size or "a power of two"}'
-        )
+            reason = f'divides by {size}' if size else 'has the largest power-of-two divisor'
+            return Decision(spec, repr(self), f'dimension {dim} of size {shape[dim]} {reason}')
+        if occupied_entries and None not in occupied_entries[: len(shape)]:
+            return self._no_answer('FSDP: no dimension is free')
+        free = ' free' if any(occupied_entries) else ''
+        return self._no_answer(f'no{free} dimension divides by {size or "a power of two"}')
 
-    def _none(self, reason: str) -> NoAnswer:
+    def _no_answer(self, reason: str) -> NoAnswer:
         return NoAnswer(Decision(REPLICATED, repr(self), reason, clauses=((self, 0),)))
 
     def _axis_size(self, axis_sizes: AxisSizes | None) -> int | None:
@@ -105,7 +104,7 @@ class FSDPShardingRule(BuiltinRule):
             raise RuleError(
                 f'{self!r}: fsdp_axis_size is {self.fsdp_axis_size}, but the mesh has '
                 f'{size} devices along {self.fsdp_axis_name!r}; leave fsdp_axis_size out: '
-                'the helper knows its mesh'
+                'the helper takes it from the mesh'
             )
         return size
 
@@ -115,12 +114,12 @@ def _is_number(value: object, kind: type) -> bool:
 
 
 def _largest_divisible(shape: tuple[int, ...], occupied: tuple[Any, ...], size: int | None) -> int | None:
-    """The first of the largest free dimensions that divide by *size* (None: by a power of two)."""
+    """Returns the first of the largest free dimensions that divide by *size*; None: by a power of two."""
     if size is None:
-        score = [n & -n for n in shape]  # the largest power of two that divides n; 0 for 0
-        allowed = [dim for dim, power in enumerate(score) if power > 1]
+        scores = [n & -n for n in shape]  # the largest power of two that divides n; 0 for 0
+        divisible = [dim for dim, power in enumerate(scores) if power > 1]
     else:
-        score = list(shape)
-        allowed = [dim for dim, n in enumerate(shape) if n and n % size == 0]
-    free = [dim for dim in allowed if dim >= len(occupied) or occupied[dim] is None]
-    return max(free, key=score.__getitem__, default=None)
+        scores = list(shape)
+        divisible = [dim for dim, n in enumerate(shape) if n and n % size == 0]
+    free = [dim for dim in divisible if dim >= len(occupied) or occupied[dim] is None]
+    return max(free, key=scores.__getitem__, default=None)

@@ -1,8 +1,8 @@
-"""The decision about a dimension that does not divide by its mesh axes: the policies `on_indivisible`.
+"""`on_indivisible`: policies for a dimension that does not divide by its mesh axes.
 
-A rule has a policy, and the helper has one for bare specs. ``'error'``: an error that names the leaf;
-``'replicate'``: mesh axes are dropped from the right until the dimension divides; ``'warn'``: the same, with
-a warning. Where several rules placed dimensions of one array, the strictest policy counts.
+A rule has a policy, and the helper has one for bare specs. ``'error'`` raises an error that names the leaf;
+``'replicate'`` drops mesh axes from the right until the dimension divides; ``'warn'`` does the same, with a
+warning. If several rules shard dimensions of one array, the strictest policy applies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STRICTEST_FIRST: tuple[OnIndivisible, ...] = ('error', 'warn', 'replicate')
 
 
 def checked_policy(value: str) -> OnIndivisible:
-    """Returns *value* if it is a policy for dimensions that do not divide, else raises RuleError."""
+    """Returns *value* if it is a policy, and raises RuleError otherwise."""
     for policy in _STRICTEST_FIRST:
         if value == policy:
             return policy
@@ -35,33 +35,30 @@ def apply_policy(
     origin: str,
     pads: bool,
 ) -> tuple[PartitionSpec, list[spec_validation.Fault], list[str]]:
-    """What a policy makes of a spec that has no other faults.
+    """Applies the strictest policy to the dimensions of a spec that do not divide.
 
     Args:
-        spec: the spec that was decided.
+        spec: the spec, valid otherwise.
         shape: the shape of the array.
         axes: the axes of the mesh.
-        policies: those of the rules that placed dimensions; the strictest counts.
-        origin: who decided, for warnings.
-        pads: whether the compiler pads, as it does for values inside of a compiled function.
+        policies: the policies of the rules that sharded a dimension.
+        origin: the rule, for warnings.
+        pads: whether the compiler pads the array, as it does with values inside a compiled function.
 
     Returns:
-        The spec to use; what is wrong with it; and what to warn about.
+        The spec to use, the faults, and the warnings.
     """
-    uneven = spec_validation.indivisible_dims(spec, shape, axes)
-    if not uneven:
+    indivisible = spec_validation.indivisible_dims(spec, shape, axes)
+    if not indivisible:
         return spec, [], []
     policy = min(policies, key=_STRICTEST_FIRST.index)
-    faults = [spec_validation.divisibility_fault(dim, names, shape, axes) for dim, names in uneven]
-    in_types = any(axes.types[name] is AxisType.Explicit for _, names in uneven for name in names)
-    if policy == 'error' and (in_types or not pads):
+    faults = [spec_validation.divisibility_fault(dim, names, shape, axes) for dim, names in indivisible]
+    any_explicit = any(axes.types[name] is AxisType.Explicit for _, names in indivisible for name in names)
+    if policy == 'error' and (any_explicit or not pads):
         return spec, faults, []
-    said = f'{partition_specs.text(spec)} from {origin}: {"; ".join(fault.detail for fault in faults)}'
+    problem = f'{partition_specs.text(spec)} from {origin}: {"; ".join(fault.detail for fault in faults)}'
     if policy == 'error':
-        return (
-            spec,
-            [],
-            [f'{said}; XLA pads it, and computes some operations wrong there (jnp.nonzero)'],
-        )
+        warning = f'{problem}; XLA pads it, and computes some operations wrong there (jnp.nonzero)'
+        return spec, [], [warning]
     reduced = spec_validation.drop_indivisible(spec, shape, axes)
-    return reduced, [], [f'{said}; {partition_specs.text(reduced)} is used'] if policy == 'warn' else []
+    return reduced, [], [f'{problem}; {partition_specs.text(reduced)} is used'] if policy == 'warn' else []

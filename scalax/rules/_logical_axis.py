@@ -1,4 +1,4 @@
-"""The rule for dimensions with names: each name maps to mesh axes."""
+"""The rule for named dimensions: each logical axis name maps to mesh axes."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ AxisMapping = Mapping[str, str | Sequence[str] | None] | Sequence[tuple[str, str
 class LogicalAxisShardingRule(BuiltinRule):
     """Chooses by the names of dimensions: each name maps to the mesh axes that shard such dimensions.
 
-    A leaf may name its dimensions itself (flax linen boxes, flax nnx variables, haliax arrays); other
-    leaves are named in `axis_names`, and so may be those that name fewer dimensions than they have. Mesh
-    axes that the mesh lacks are skipped, so one mapping serves every mesh. Dimensions choose from the first
-    to the last, and a mesh axis is used once in a leaf.
+    A leaf may name its dimensions itself (flax linen boxes, flax nnx variables, haliax arrays). `axis_names`
+    names those of other leaves, including leaves that name fewer dimensions than they have. Mesh axes that
+    the mesh lacks are skipped, so one mapping serves every mesh. Dimensions choose from the first to the
+    last, and each mesh axis is used at most once in a leaf.
     With ``[('batch', ('data', 'fsdp')), ('embed', 'fsdp'), ('mlp', 'tp'), ('embed', 'tp')]``:
 
     =====================  =======================  ==================================================
@@ -57,29 +57,29 @@ class LogicalAxisShardingRule(BuiltinRule):
                                                     axes of its names, in their order
     =====================  =======================  ==================================================
 
-    Of several pairs for one name, the first wins of which the mesh has an axis and none is in use, or
-    whose value is None; if there is no such pair, the first of which some axis is left, without the
-    others. (In flax, the pairs choose in their order instead of the dimensions.)
+    If a name has several pairs, the first one applies whose value is None, or whose axes are all free and at
+    least one of them is in the mesh. If there is no such pair, the first pair with a free axis applies,
+    without its other axes. (In flax, the pairs choose in their order instead of the dimensions.)
 
-    Where `on_indivisible` leaves out axes by which a dimension does not divide, they are free for the
-    dimensions after it. No other pair is tried for a name whose axes were left out.
+    If `on_indivisible` drops axes by which a dimension does not divide, later dimensions can use them. The
+    rule tries no other pair for a name whose axes were dropped.
 
-    A fused dimension is split into equal blocks: whether it divides is a matter of the
-    product, and blocks end between heads only if the number of heads divides.
+    A fused dimension is split into equal blocks: its total size has to divide, and the blocks align with
+    heads only if the number of heads divides.
 
-    Arrays of one element are replicated whatever their names.
+    Arrays of one element are always replicated.
 
     Args:
-        axis_mapping: name -> a mesh axis, a tuple of them, or None for "not sharded"; a dict, or pairs in
+        axis_mapping: name -> a mesh axis, a tuple of axes, or None for "not sharded"; a dict, or pairs in
             which a name may occur several times.
-        axis_names: pairs of a regex, sought (``re.search``) in the leaf path, and the names of the
-            dimensions as einops writes them: ``'embed (heads head_dim)'``, ``'... embed'``. ``_`` is a
-            dimension without a name, a number one of that size. The first regex that is found counts,
-            for leaves that do not name their dimensions themselves. For those that name more or fewer than
-            they have, it counts if it names every dimension, without ``...``.
-        strict: a leaf whose dimensions have no names, and a name that is not in the mapping, are errors.
-            With False the rule has no answer for such a leaf, and such a dimension is not sharded.
-        on_indivisible: what to do where a dimension does not divide: ``'error'``, ``'replicate'``
+        axis_names: pairs of a regex, which is searched (``re.search``) in the leaf path, and the names of the
+            dimensions in einops notation: ``'embed (heads head_dim)'``, ``'... embed'``. ``_`` is a
+            dimension without a name, a number one of that size. The first regex that matches names the
+            dimensions of leaves that do not name them themselves. It also applies to leaves that name more
+            or fewer dimensions than they have, if it names every dimension, without ``...``.
+        strict: whether a leaf without names, or a name that is not in the mapping, is an error. With False
+            the rule has no answer for such a leaf, and such a dimension is not sharded.
+        on_indivisible: what to do if a dimension does not divide: ``'error'``, ``'replicate'``
             (drop axes from the right until it divides) or ``'warn'`` (the same, with a warning).
 
     Raises:
@@ -110,11 +110,11 @@ class LogicalAxisShardingRule(BuiltinRule):
         strict = checked_flag('strict', strict, RuleError)
         pairs = _pairs(axis_mapping, 'axis_mapping', 'a dict or pairs of a name and its mesh axes')
         mapping = tuple(_checked_entry(*pair) for pair in pairs)
-        known = [name for name, _ in mapping] if strict else None
-        named = _pairs(axis_names or (), 'axis_names', "pairs of a regex and names such as 'embed mlp'")
+        known_names = [name for name, _ in mapping] if strict else None
+        name_pairs = _pairs(axis_names or (), 'axis_names', "pairs of a regex and names such as 'embed mlp'")
         vars(self).update(
             axis_mapping=mapping,
-            axis_names=tuple(_checked_names(number, pair, known) for number, pair in enumerate(named)),
+            axis_names=tuple(_checked_names(i, pair, known_names) for i, pair in enumerate(name_pairs)),
             strict=strict,
             on_indivisible=checked_policy(on_indivisible),
         )
@@ -129,14 +129,14 @@ class LogicalAxisShardingRule(BuiltinRule):
         return f'LogicalAxisShardingRule({", ".join(parts)})'
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        # Boxes with names can be found in the whole tree only.
-        whole, indices = tree.root()
-        own_names = names_by_leaf(whole.tree)
-        decided: dict[Any, Decision | Fault] = {}
+        # Boxes with names are nodes, so only the root of the tree contains them.
+        root, indices = tree.root()
+        own_names = names_by_leaf(root.tree)
+        results: dict[Any, Decision | Fault] = {}
         answers: list[Answer] = []
         for i, shape in enumerate(tree.shapes):
             if math.prod(shape) == 1:
-                answers.append(_ONE)
+                answers.append(_SCALAR)
                 continue
             stacked = tree.num_stacked_dims(i)
             named = self._named(tree.paths[i], own_names[indices[i]], len(shape), stacked)
@@ -146,18 +146,18 @@ class LogicalAxisShardingRule(BuiltinRule):
                 )
                 continue
             key = (named, shape, stacked, tree.occupied[i])
-            if key not in decided:
-                decided[key] = NamedLeaf(self, *key, axis_sizes).decide()
-            found = decided[key]
-            if isinstance(found, Fault):
-                source, hint = named.source, found.hint
-                answers.append(Problem(found.kind, tree.describe(i), found.detail, rule=source, hint=hint))
+            if key not in results:
+                results[key] = AxisAssignment(self, *key, axis_sizes).decide()
+            result = results[key]
+            if isinstance(result, Fault):
+                source, hint = named.source, result.hint
+                answers.append(Problem(result.kind, tree.describe(i), result.detail, rule=source, hint=hint))
             else:
-                answers.append(found)
+                answers.append(result)
         return answers
 
     def _unnamed(self, tree: NamedTree, index: int) -> Problem:
-        """The problem of a leaf whose dimensions have no names."""
+        """Returns the problem of a leaf whose dimensions have no names."""
         return Problem(
             'unmatched',
             tree.describe(index),
@@ -168,27 +168,29 @@ class LogicalAxisShardingRule(BuiltinRule):
             '(rule | FSDPShardingRule()), or pass strict=False to replicate them.',
         )
 
-    def _named(self, path: str, own: DimensionNames | None, rank: int, stacked: int) -> Named | None:
-        """The names of the dimensions of a leaf, and where they come from; None where there are none."""
-        if own is None or len(own) != rank + stacked:
-            # flax reshapes boxed kernels (those of attention) and keeps their names, which are then too few.
-            pair = self._pair(path)
-            if own is None or (pair is not None and len(pair.pattern.dimensions) == rank):
-                return pair
+    def _named(
+        self, path: str, own_names: DimensionNames | None, rank: int, stacked: int
+    ) -> NamedDimensions | None:
+        """Returns the names of the dimensions of a leaf, or None if they have no names."""
+        if own_names is None or len(own_names) != rank + stacked:
+            # flax reshapes the boxed kernels of attention without adding names, so they have too few.
+            by_regex = self._named_by_regex(path)
+            if own_names is None or (by_regex is not None and len(by_regex.pattern.dimensions) == rank):
+                return by_regex
         else:
-            own = own[stacked:]  # a leaf may name its stack of layers too
-        pattern = Pattern(tuple(entry if isinstance(entry, tuple) else (entry,) for entry in own))
-        return Named(pattern, f"the leaf's own names {str(pattern)!r}")
+            own_names = own_names[stacked:]  # a leaf may name its stack of layers too
+        pattern = Pattern(tuple(entry if isinstance(entry, tuple) else (entry,) for entry in own_names))
+        return NamedDimensions(pattern, f"the leaf's own names {str(pattern)!r}")
 
-    def _pair(self, path: str) -> Named | None:
-        for number, (regex, names) in enumerate(self.axis_names):
+    def _named_by_regex(self, path: str) -> NamedDimensions | None:
+        for clause, (regex, names) in enumerate(self.axis_names):
             if re.search(regex, path):
                 pattern = parse(names) if isinstance(names, str) else names
-                return Named(pattern, f'regex {regex_text(regex)}: {str(names)!r}', number)
+                return NamedDimensions(pattern, f'regex {regex_text(regex)}: {str(names)!r}', clause)
         return None
 
 
-_ONE = Decision(REPLICATED, 'LogicalAxisShardingRule', ONE_ELEMENT)
+_SCALAR = Decision(REPLICATED, 'LogicalAxisShardingRule', ONE_ELEMENT)
 _UNNAMED = NoAnswer(Decision(REPLICATED, 'LogicalAxisShardingRule', 'no names, strict=False'))
 
 
@@ -196,9 +198,11 @@ _UNNAMED = NoAnswer(Decision(REPLICATED, 'LogicalAxisShardingRule', 'no names, s
 
 
 def _pairs(value: Any, argument: str, form: str) -> list[tuple[Any, Any]]:
-    """The pairs of a dict or of a sequence."""
+    """Returns the pairs of a dict or of a sequence."""
     pairs = list(value.items()) if isinstance(value, Mapping) else value
-    if isinstance(pairs, list | tuple) and all(isinstance(p, list | tuple) and len(p) == 2 for p in pairs):
+    if isinstance(pairs, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+    ):
         return [tuple(pair) for pair in pairs]
     raise RuleError(f'LogicalAxisShardingRule: {argument} is {form}, got {value!r}')
 
@@ -216,67 +220,79 @@ def _checked_entry(name: Any, entry: Any) -> tuple[str, MeshAxisEntry]:
 
 
 def _checked_names(
-    number: int, pair: tuple[Any, Any], known: Sequence[str] | None
+    clause: int, pair: tuple[Any, Any], known_names: Sequence[str] | None
 ) -> tuple[str | re.Pattern[str], str | Pattern]:
     regex, text = pair
-    where = f'LogicalAxisShardingRule, pair {number} of axis_names'
+    where = f'LogicalAxisShardingRule, pair {clause} of axis_names'
     checked_regex(where, regex)
-    if isinstance(text, Pattern):  # of `scalax.axes.shard`, checked with the leaf
+    if isinstance(text, Pattern):  # from `scalax.axes.shard`; `_name_fault` checks its names
         return regex, text
     if not isinstance(text, str):
         raise RuleError(f"{where}: the names are a string such as 'embed mlp', got {text!r}")
     parse(text)
-    for name, at in names_in(text):
-        if known is not None and name not in known:
-            raise pattern_error(text, at, f'axis_mapping has no name {name!r} ({did_you_mean(name, known)})')
+    for name, position in names_in(text):
+        if known_names is not None and name not in known_names:
+            reason = f'axis_mapping has no name {name!r} ({did_you_mean(name, known_names)})'
+            raise pattern_error(text, position, reason)
     return regex, text
 
 
-_KNOW = (
+_UNKNOWN_NAME_HINT = (
     'add the name to axis_mapping (None leaves its dimensions unsharded), or pass strict=False to leave '
     'dimensions of unknown names unsharded.'
 )
-_ONCE = "give each dimension of an array a name of its own, or none ('_' in a pattern, None in metadata)."
-_SIZE = "correct the number in the pattern, or write '_' for a dimension of any size."
-_RANK = (
+_NAME_REUSE_HINT = (
+    "give each dimension of an array a name of its own, or none ('_' in a pattern, None in metadata)."
+)
+_SIZE_HINT = "correct the number in the pattern, or write '_' for a dimension of any size."
+_RANK_HINT = (
     "name every dimension ('_' for one without a name, '...' for any number of them), or put a rule for "
     'such leaves before this one.'
 )
-_BOXED = (
+_OWN_NAMES_RANK_HINT = (
     "name every dimension of such leaves in axis_names, without '...', as in "
-    "axis_names=[('query/kernel', 'embed heads _')], which counts where a leaf's own names do not fit; or "
+    "axis_names=[('query/kernel', 'embed heads _')], which applies if a leaf's own names do not fit; or "
     'put a rule for such leaves before this one.'
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
+class NamedDimensions:
     """The names of the dimensions of a leaf.
 
     Attributes:
         pattern: the names.
-        source: where they come from, as messages show it.
-        number: the number of the pair of `axis_names`; None for names that the leaf holds itself.
+        source: the origin of the names, as messages show it.
+        clause: the index of the pair of `axis_names`; None for names that the leaf has itself.
     """
 
     pattern: Pattern
     source: str = ''
-    number: int | None = None
+    clause: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class NamedLeaf:
-    """Everything that the decision about one leaf depends on; of a shape, sizes may be unknown (None)."""
+class AxisAssignment:
+    """The assignment of mesh axes to the dimensions of one leaf.
+
+    Attributes:
+        rule: the rule.
+        named: the names of the dimensions.
+        shape: the shape; None for an unknown size.
+        stacked: the number of leading dimensions, of stacked layers, that the shape leaves out.
+        occupied: the dimensions and mesh axes that earlier rules occupy.
+        axis_sizes: mesh axis name -> size; None without a mesh.
+    """
 
     rule: LogicalAxisShardingRule
-    named: Named
+    named: NamedDimensions
     shape: tuple[int | None, ...]
     stacked: int
     occupied: PartitionSpec
     axis_sizes: AxisSizes | None
 
     def decide(self) -> Decision | Fault:
-        """The decision, or what is wrong."""
+        """Returns the decision, or the fault of the names."""
         dimensions = self.named.pattern.of_rank(len(self.shape))
         if dimensions is None:
             fault: Fault | None = self._rank_fault()
@@ -293,66 +309,72 @@ class NamedLeaf:
         for dim, parts in enumerate(dimensions):
             axes: tuple[str, ...] = ()
             if dim < len(occupied) and occupied[dim] is not None:
-                # `&` takes them out, and notes that it did.
-                chosen.append(tuple(axis for part in parts for axis in self._choose(part, used)[0]))
+                # `&` removes these axes, and adds the note.
+                chosen.append(tuple(axis for part in parts for axis in self._choose_axes(part, used)[0]))
                 continue
             for part in parts:
-                more, why, busy = self._choose(part, [*used, *axes])
-                if not more and set(busy).intersection(spec_axes(self.occupied)):
-                    why = ''  # another rule uses them, as the note says
-                    asked = ', '.join(dict.fromkeys(busy))
-                    notes.append(f'{self.named.source} asked for {asked} on dimension {dim}: in use')
-                axes += more
-                reasons.extend([why] if why else [])
-            kept = self._dividing(axes, self.shape[dim])
-            if kept != axes:
+                part_axes, reason, in_use = self._choose_axes(part, [*used, *axes])
+                if not part_axes and set(in_use).intersection(spec_axes(self.occupied)):
+                    reason = ''  # the note has it
+                    requested = ', '.join(dict.fromkeys(in_use))
+                    notes.append(f'{self.named.source} asked for {requested} on dimension {dim}: in use')
+                axes += part_axes
+                reasons.extend([reason] if reason else [])
+            divisible_axes = self._divisible_axes(axes, self.shape[dim])
+            if divisible_axes != axes:
                 text = f'dimension {dim} of size {self.shape[dim]} does not divide by {"x".join(axes)}'
-                dropped.append(f'{text}; {"x".join(kept) or "no axis"} is used')
-            used.extend(kept)
-            chosen.append(kept)
-        number = self.named.number
+                dropped.append(f'{text}; {"x".join(divisible_axes) or "no axis"} is used')
+            used.extend(divisible_axes)
+            chosen.append(divisible_axes)
+        clause = self.named.clause
         return Decision(
             PartitionSpec(*map(canonical_entry, chosen)),
             self.named.source,
             '; '.join([*reasons, *dropped])
             or ('' if notes or any(chosen) else 'no name has a mesh axis here'),
             (self.rule.on_indivisible,),
-            clauses=() if number is None else ((self.rule, number),),
+            clauses=() if clause is None else ((self.rule, clause),),
             notes=tuple(dict.fromkeys(notes)),
-            passed=tuple(dropped) if self.rule.on_indivisible == 'warn' else (),
+            warnings=tuple(dropped) if self.rule.on_indivisible == 'warn' else (),
         )
 
-    def _choose(self, name: Part, used: list[str]) -> tuple[tuple[str, ...], str, list[str]]:
-        """The mesh axes of a name, why, and those in use; the docstring of the rule has the precedence."""
-        first: tuple[str, ...] = ()
-        busy: list[str] = []
+    def _choose_axes(self, name: Part, used: list[str]) -> tuple[tuple[str, ...], str, list[str]]:
+        """Returns the mesh axes of a name, the reason, and the axes of the name that are in use.
+
+        `LogicalAxisShardingRule` documents the precedence.
+        """
+        first_choice: tuple[str, ...] = ()
+        in_use: list[str] = []
         absent: list[str] = []
         present: list[str] = []
-        for other, entry in self.rule.axis_mapping:
-            if other != name:
+        for pair_name, entry in self.rule.axis_mapping:
+            if pair_name != name:
                 continue
             if entry is None:
-                return (), '', busy
-            here = [a for a in entry_axes(entry) if self.axis_sizes is None or a in self.axis_sizes]
-            free = tuple(axis for axis in here if axis not in used)
-            present.extend(here)
-            absent.extend(axis for axis in entry_axes(entry) if axis not in here)
-            if here and len(free) == len(here):
-                return free, f'{name} -> {", ".join(free)}{self._missing(absent, present)}', busy
-            first = first or free
-            busy.extend(axis for axis in here if axis in used)
-        in_use = f'{", ".join(dict.fromkeys(busy))} in use'
-        missing = self._missing(absent, present)
-        if first:
-            return first, f'{name} -> {", ".join(first)} ({in_use}){missing}', busy
-        if busy:
-            return (), f'{name}: {in_use}{missing}', busy
-        return (), f'{name}{missing}' if missing else '', []
+                return (), '', in_use
+            candidates = [
+                axis for axis in entry_axes(entry) if self.axis_sizes is None or axis in self.axis_sizes
+            ]
+            free = tuple(axis for axis in candidates if axis not in used)
+            present.extend(candidates)
+            absent.extend(axis for axis in entry_axes(entry) if axis not in candidates)
+            if candidates and len(free) == len(candidates):
+                return free, f'{name} -> {", ".join(free)}{self._missing_text(absent, present)}', in_use
+            first_choice = first_choice or free
+            in_use.extend(axis for axis in candidates if axis in used)
+        in_use_text = f'{", ".join(dict.fromkeys(in_use))} in use'
+        missing_text = self._missing_text(absent, present)
+        if first_choice:
+            return first_choice, f'{name} -> {", ".join(first_choice)} ({in_use_text}){missing_text}', in_use
+        if in_use:
+            return (), f'{name}: {in_use_text}{missing_text}', in_use
+        return (), f'{name}{missing_text}' if missing_text else '', []
 
-    def _missing(self, absent: Sequence[str], present: Sequence[str]) -> str:
-        """Which mesh axes of a name the mesh lacks: all of them if it has none, else one that looks misspelt.
+    def _missing_text(self, absent: Sequence[str], present: Sequence[str]) -> str:
+        """Returns which mesh axes of a name the mesh lacks.
 
-        One mapping serves many meshes, so that axes that a mesh lacks are skipped.
+        If the mesh has some axes of the name, only an axis that looks misspelt is reported, because one
+        mapping serves many meshes.
         """
         if self.axis_sizes is None or not absent:
             return ''
@@ -363,9 +385,9 @@ class NamedLeaf:
             return f': the mesh has no {", ".join(map(repr, dict.fromkeys(absent)))}{hint}'
         return '' if misspelt is None else f'; the mesh has no {misspelt!r}{hint}'
 
-    def _dividing(self, axes: tuple[str, ...], size: int | None) -> tuple[str, ...]:
-        """The axes that divide a dimension; others are dropped from the right."""
-        # With the policy "error" that is checked with the rest of the spec, in `resolve`.
+    def _divisible_axes(self, axes: tuple[str, ...], size: int | None) -> tuple[str, ...]:
+        """Drops axes from the right until the dimension divides by the rest."""
+        # With the policy 'error', `resolve` checks divisibility with the rest of the spec.
         if size is not None and self.axis_sizes is not None and self.rule.on_indivisible != 'error':
             while size % math.prod(self.axis_sizes[axis] for axis in axes):
                 axes = axes[:-1]
@@ -378,43 +400,44 @@ class NamedLeaf:
             f'{str(pattern)!r} names {"" if pattern.ellipsis is None else "at least "}'
             f'{plural(len(pattern.dimensions), "dimension")}, the array has {rank}'
             + (' without its stack of layers' if self.stacked else ''),
-            _BOXED if self.named.number is None else _RANK,
+            _OWN_NAMES_RANK_HINT if self.named.clause is None else _RANK_HINT,
         )
 
     def _name_fault(self, dimensions: tuple[Dimension, ...]) -> Fault | None:
-        """The first fault of names that a leaf holds itself; those of regexes were checked before."""
-        places: dict[str, list[int]] = {}
+        """Returns the first fault of names that the leaf has itself. The rule has checked other names."""
+        dims_by_name: dict[str, list[int]] = {}
         for dim, parts in enumerate(dimensions):
             for part in parts:
                 if isinstance(part, str):
-                    places.setdefault(part, []).append(dim)
-        known = [name for name, _ in self.rule.axis_mapping]
-        unknown = [name for name in places if name not in known] if self.rule.strict else []
+                    dims_by_name.setdefault(part, []).append(dim)
+        known_names = [name for name, _ in self.rule.axis_mapping]
+        unknown = [name for name in dims_by_name if name not in known_names] if self.rule.strict else []
         if unknown:
             texts = [
-                f'{name!r} of dimension {places[name][0]} ({did_you_mean(name, known)})' for name in unknown
+                f'{name!r} of dimension {dims_by_name[name][0]} ({did_you_mean(name, known_names)})'
+                for name in unknown
             ]
-            return Fault('unknown-name', f'axis_mapping has no name {", ".join(texts)}', _KNOW)
-        for name, dims in places.items():
+            return Fault('unknown-name', f'axis_mapping has no name {", ".join(texts)}', _UNKNOWN_NAME_HINT)
+        for name, dims in dims_by_name.items():
             if len(dims) > 1:
-                listed = ', '.join(map(str, dims))
-                return Fault('name-reuse', f'{name!r} is used more than once (dimensions {listed})', _ONCE)
+                detail = f'{name!r} is used more than once (dimensions {", ".join(map(str, dims))})'
+                return Fault('name-reuse', detail, _NAME_REUSE_HINT)
         return None
 
     def _size_fault(self, dimensions: tuple[Dimension, ...]) -> Fault | None:
-        """The first dimension whose size is not that of the numbers in the pattern."""
+        """Returns the fault of the first dimension whose size contradicts the numbers in the pattern."""
         for dim, (parts, size) in enumerate(zip(dimensions, self.shape, strict=True)):
             if size is None:
                 continue
             numbers = [part for part in parts if isinstance(part, int)]
             product = math.prod(numbers)
             if len(numbers) == len(parts) and size != product:
-                return Fault('dimension-size', f'dimension {dim} has size {size}, not {product}', _SIZE)
+                return Fault('dimension-size', f'dimension {dim} has size {size}, not {product}', _SIZE_HINT)
             if size % product:
                 return Fault(
                     'dimension-size',
                     f'dimension {dim} of size {size} is not {Pattern((parts,))}: it is not divisible by '
                     f'{product}',
-                    _SIZE,
+                    _SIZE_HINT,
                 )
         return None

@@ -1,4 +1,4 @@
-"""NamedShardings in place of specs: whether their mesh is the one in force."""
+"""Comparison of the mesh of a NamedSharding with the active mesh."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from scalax._core.pytree.partition_specs import MeshAxes
 
 
-def matches_mesh(sharding: NamedSharding, own: Mesh | AbstractMesh, of_values: bool) -> bool:
-    """Whether a NamedSharding is of the mesh in force.
+def matches_mesh(sharding: NamedSharding, mesh: Mesh | AbstractMesh, of_values: bool) -> bool:
+    """Whether a NamedSharding is for the active mesh.
 
     Args:
-        sharding: the NamedSharding.
-        own: the mesh in force, in which the axes of the given one may have other types.
-        of_values: whether the sharding is for a value inside of a function.
+        sharding: the NamedSharding, whose mesh may have other axis types.
+        mesh: the active mesh.
+        of_values: whether the sharding is for a value inside a function.
     """
-    given: Mesh | AbstractMesh = sharding.mesh
-    # What else may be in one has no public name: JAX takes an order of the devices.
-    if sharding != NamedSharding(given, sharding.spec, memory_kind=sharding.memory_kind):
+    own_mesh: Mesh | AbstractMesh = sharding.mesh
+    # A NamedSharding may also hold an order of the devices, which no public attribute shows.
+    if sharding != NamedSharding(own_mesh, sharding.spec, memory_kind=sharding.memory_kind):
         return False
-    if given == own:
+    if own_mesh == mesh:
         return True
-    theirs, ours = MeshAxes.of(given), MeshAxes.of(own)
-    if [*theirs.sizes.items()] != [*ours.sizes.items()]:
+    own_axes, active_axes = MeshAxes.of(own_mesh), MeshAxes.of(mesh)
+    if [*own_axes.sizes.items()] != [*active_axes.sizes.items()]:
         return False
-    if isinstance(given, Mesh) and isinstance(own, Mesh):
-        # A constraint is one on axes of any type, as JAX takes it without a mesh in force.
-        return of_values and [*given.devices.flat] == [*own.devices.flat]
-    pairs = zip(theirs.types.values(), ours.types.values(), strict=True)
-    are_alike = all(one is other or AxisType.Manual in (one, other) for one, other in pairs)
-    return are_alike or own == jax.sharding.get_abstract_mesh()
+    if isinstance(own_mesh, Mesh) and isinstance(mesh, Mesh):
+        # JAX accepts a constraint with axes of any type if no mesh is active.
+        return of_values and [*own_mesh.devices.flat] == [*mesh.devices.flat]
+    pairs = zip(own_axes.types.values(), active_axes.types.values(), strict=True)
+    have_same_types = all(a is b or AxisType.Manual in (a, b) for a, b in pairs)
+    return have_same_types or mesh == jax.sharding.get_abstract_mesh()

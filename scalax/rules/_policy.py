@@ -1,4 +1,4 @@
-"""The rule that calls a user's function for each leaf."""
+"""The policy rule, which calls a user's function for each leaf."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._core.pytree.paths import NamedTree, with_shape
 from scalax.errors import RuleError
-from scalax.rules._answer import Answer, AxisSizes, Decision, NoAnswer, not_a_spec
+from scalax.rules._answer import Answer, AxisSizes, Decision, NoAnswer, not_a_spec_problem
 from scalax.rules._indivisible import OnIndivisible, checked_policy
-from scalax.rules._rule import BuiltinRule, Rule, ShardingRule, answers_of_each
+from scalax.rules._rule import BuiltinRule, Rule, ShardingRule, answers_by_leaf
 
 Policy = Callable[[str, Any], Rule]
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyShardingRule(BuiltinRule):
-    """Asks a function ``policy(path, leaf)`` about every leaf.
+    """Calls a function ``policy(path, leaf)`` for every leaf.
 
     Args:
-        policy: gets the leaf path and the leaf (anything with ``shape`` and ``dtype``); returns a
+        policy: receives the leaf path and the leaf (anything with ``shape`` and ``dtype``); returns a
             PartitionSpec, a rule that decides about this leaf, or None to leave it to the compiler.
-            It should look at shapes and dtypes only: while a function is traced there are no values.
-        on_indivisible: what to do where a dimension does not divide: ``'error'``, ``'replicate'``
+            It should look at shapes and dtypes only, because traced leaves have no values.
+        on_indivisible: what to do if a dimension does not divide: ``'error'``, ``'replicate'``
             (drop axes from the right until it divides) or ``'warn'`` (the same, with a warning).
 
     Raises:
@@ -49,7 +49,7 @@ class PolicyShardingRule(BuiltinRule):
 
     @property
     def is_pure(self) -> bool:
-        """Never: a function may answer differently each time."""
+        """Always False, because a function may answer differently each time."""
         return False
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
@@ -68,10 +68,11 @@ class PolicyShardingRule(BuiltinRule):
             elif value is None or isinstance(value, PartitionSpec | NamedSharding):
                 answers.append(Decision.of(value, origin, 'returned by the policy', self.on_indivisible))
             else:
-                answers.append(not_a_spec(tree, index, origin, value))
-        for index, answer in answers_of_each(nested, tree, axis_sizes).items():
-            decided = answer.settled() if isinstance(answer, NoAnswer) else answer  # the policy has decided
-            if isinstance(decided, Decision):
-                decided = dataclasses.replace(decided, origin=f'{origin} -> {decided.origin}')
-            answers[index] = decided
+                answers.append(not_a_spec_problem(tree, index, origin, value))
+        for index, answer in answers_by_leaf(nested, tree, axis_sizes).items():
+            # A policy answers every leaf, so no rule follows.
+            result = answer.apply_default() if isinstance(answer, NoAnswer) else answer
+            if isinstance(result, Decision):
+                result = dataclasses.replace(result, origin=f'{origin} -> {result.origin}')
+            answers[index] = result
         return answers

@@ -1,7 +1,7 @@
-"""Resolving: the sharding of each leaf of a tree on a mesh. The one place where rules meet both.
+"""Resolution of rules on a mesh: from rules and a tree to the sharding of each leaf.
 
-Everything in scalax that places an array comes through `resolve`: all validation is here, and every
-decision is recorded (`Resolution.decisions`), so that reports can show why.
+Everything in scalax that shards an array calls `resolve`. All validation is here, and every decision is
+recorded (`Resolution.decisions`), so that reports can show the reasons.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scalax._core.pytree import partition_specs, spec_validation
 from scalax._core.pytree.partition_specs import MeshAxes
 from scalax._core.pytree.paths import NamedTree, join
 from scalax.errors import IndivisibleWarning, Problem, ShardingError, shown_leaves, warn
-from scalax.rules._answer import Decision, non_arrays
+from scalax.rules._answer import Decision, non_array_problems
 from scalax.rules._indivisible import OnIndivisible, apply_policy
 from scalax.rules._mesh_match import matches_mesh
 from scalax.rules._rule import Rule, decide, is_rule
@@ -27,12 +27,14 @@ from scalax.rules._rule_tree import RuleLike, match_subtrees
 
 
 class ResolveMode(enum.Enum):
-    """What the shardings are for, which decides what a rule may answer.
+    """The use of the shardings, which determines the answers that a rule may give.
 
-    CONCRETE: arrays are placed: every leaf needs a sharding. BOUNDARY: arguments and outputs of a
-    compiled function: None leaves the choice to the compiler. INTERMEDIATE: values inside a compiled
-    function: UNCONSTRAINED dimensions are fine, and one that does not divide is padded, so it only warns.
-    EAGER: the same function, run without being compiled: nothing is padded.
+    Attributes:
+        CONCRETE: arrays to place. Every leaf needs a sharding.
+        BOUNDARY: arguments and outputs of a compiled function. None leaves the choice to the compiler.
+        INTERMEDIATE: values inside a compiled function. Dimensions may be UNCONSTRAINED, and one that does
+            not divide is padded, so it only warns.
+        EAGER: values inside the same function, run without compiling it. Nothing is padded.
     """
 
     CONCRETE = enum.auto()
@@ -46,16 +48,16 @@ _VALUE_MODES = (ResolveMode.INTERMEDIATE, ResolveMode.EAGER)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Resolution:
-    """The outcome of one resolve, leaf by leaf in tree order.
+    """The result of `resolve`; sequences have one element for each leaf, in tree order.
 
     Attributes:
-        tree: the leaves, with paths from the root of the tree that was given.
-        decisions: what was decided, by which rule and why.
-        shardings: the NamedShardings; None where the compiler decides.
+        tree: the leaves, with paths from the root of the tree.
+        decisions: the decisions, with rule and reason.
+        shardings: the NamedShardings; None for leaves left to the compiler.
         treedef: the structure of the tree.
-        rule_paths: the leaf paths as the rules saw them: from the root of the subtree each decides about.
-        rules: the rule of the subtree of each leaf.
-        any_replicated: whether each device holds all of some leaf.
+        rule_paths: the leaf paths that the rules saw, from the root of the subtree of each rule.
+        rules: the rule of the subtree that contains the leaf.
+        any_replicated: whether any leaf is fully replicated.
     """
 
     tree: NamedTree
@@ -70,17 +72,19 @@ class Resolution:
 def named_sharding(
     mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: str | None = None
 ) -> NamedSharding:
-    """The one NamedSharding object of this mesh, spec and memory: equal objects cost JAX a comparison."""
-    return _named_sharding(mesh, spec, memory_kind)
+    """Returns one NamedSharding object for equal arguments, because JAX compares identical objects faster."""
+    return _cached_named_sharding(mesh, spec, memory_kind)
 
 
 @functools.lru_cache(maxsize=65536)
 def _valid_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, shape: Any) -> NamedSharding | None:
-    """The sharding of an array of *shape*, if it can have this spec; remembered, since trees repeat them."""
+    """Returns the sharding of an array of *shape*, or None if the array cannot have this spec.
+
+    Cached, because trees repeat specs and shapes.
+    """
     axes = MeshAxes.of(mesh)
-    open_dims = partition_specs.UNCONSTRAINED in partition_specs.entries(spec)
     if (
-        open_dims
+        partition_specs.UNCONSTRAINED in partition_specs.entries(spec)
         or spec_validation.faults(spec, shape, axes)
         or spec_validation.indivisible_dims(spec, shape, axes)
     ):
@@ -88,8 +92,8 @@ def _valid_sharding(mesh: Mesh | AbstractMesh, spec: PartitionSpec, shape: Any) 
     return named_sharding(mesh, partition_specs.canonical(spec))
 
 
-# Inside, because the cache takes f(a, b) and f(a, b, None) for different calls.
-_named_sharding = functools.lru_cache(maxsize=65536)(
+# Called with three positional arguments only, because f(a, b) and f(a, b, None) are two calls for the cache.
+_cached_named_sharding = functools.lru_cache(maxsize=65536)(
     lambda mesh, spec, memory_kind: NamedSharding(mesh, spec, memory_kind=memory_kind)
 )
 
@@ -109,27 +113,30 @@ def resolve(
 
     Args:
         rules: a rule, a PartitionSpec, a NamedSharding of this mesh, None, or a pytree prefix of these.
-        pytree: the leaves are anything with a shape and a dtype, or Python numbers.
+        pytree: a pytree whose leaves have a shape and a dtype, or are Python numbers.
         mesh: the mesh; an AbstractMesh is enough.
-        mode: what the shardings are for.
-        where: what the tree is called in messages, such as ``"the arguments of 'step'"``.
+        mode: the use of the shardings.
+        where: the name of the tree in messages, such as ``"the arguments of 'step'"``.
         at: the path of the tree in a larger one, if any; prefixed to leaf paths in messages.
-        on_indivisible: the policy of bare specs. Rules carry their own.
-        as_leaf: what rules see in place of each leaf.
+        on_indivisible: the policy for bare specs. Rules have their own.
+        as_leaf: converts each leaf to the value that rules see.
 
     Raises:
         StructureError: *rules* is not a prefix of *pytree*.
-        ShardingError: some leaves cannot be sharded as asked; every one of them is named.
+        ShardingError: some leaves cannot be sharded as requested; the message names all of them.
     """
     task = _Task(mesh, MeshAxes.of(mesh), mode, where, on_indivisible)
-    alone = is_rule(rules)
+    is_single_rule = is_rule(rules)
     parts: list[tuple[Rule, NamedTree]]
-    if alone:
+    if is_single_rule:
         parts = [(cast(Rule, rules), NamedTree.of(pytree, at, as_leaf))]
     else:
         subtrees = match_subtrees(rules, pytree, f'{at!r} of {where}' if at and where else where)
-        parts = [(each.rule, NamedTree.of(each.tree, join(at, each.path), as_leaf)) for each in subtrees]
-    task.problems = [problem for _, tree in parts for problem in non_arrays(tree)]
+        parts = [
+            (subtree.rule, NamedTree.of(subtree.tree, join(at, subtree.path), as_leaf))
+            for subtree in subtrees
+        ]
+    task.problems = [problem for _, tree in parts for problem in non_array_problems(tree)]
     if task.problems:
         task.report()
     decisions: list[Any] = []  # a Problem among them ends this resolve
@@ -138,23 +145,25 @@ def resolve(
         try:
             answers = decide(rule, tree, task.axes.sizes)
         except ShardingError as error:
-            # Raised by a user's rule. The other subtrees are checked too, to report all problems at once.
+            # A user's rule raised it. The loop goes on, to report the problems of all subtrees at once.
             task.problems.extend(error.problems)
         else:
             decisions.extend(answers)
             shardings.extend(task.shardings(tree, answers))
-    if task.problems or task.passed:
+    if task.problems or task.warnings:
         task.report()
-    whole = parts[0][1] if alone else NamedTree.of(pytree, at, as_leaf)
-    seen = [path for _, tree in parts for path in tree.paths]
-    each = [rule for rule, tree in parts for _ in tree.paths]
-    any_whole = True in [placed is not None and placed.is_fully_replicated for placed in {*shardings}]
-    return Resolution(whole, decisions, shardings, whole.treedef, seen, each, any_whole)
+    named_tree = parts[0][1] if is_single_rule else NamedTree.of(pytree, at, as_leaf)
+    rule_paths = [path for _, tree in parts for path in tree.paths]
+    rule_of_leaf = [rule for rule, tree in parts for _ in tree.paths]
+    any_replicated = any(sharding is not None and sharding.is_fully_replicated for sharding in {*shardings})
+    return Resolution(
+        named_tree, decisions, shardings, named_tree.treedef, rule_paths, rule_of_leaf, any_replicated
+    )
 
 
 @dataclasses.dataclass
 class _Task:
-    """One resolve: collects problems until all leaves have been seen."""
+    """One call of `resolve`, which collects the problems of all leaves."""
 
     mesh: Mesh | AbstractMesh
     axes: MeshAxes
@@ -162,74 +171,77 @@ class _Task:
     where: str
     on_indivisible: OnIndivisible
     problems: list[Problem] = dataclasses.field(default_factory=list)
-    # Dimensions that do not divide, and may by the policy.
-    passed: list[str] = dataclasses.field(default_factory=list)
+    warnings: list[str] = dataclasses.field(default_factory=list)  # of dimensions that do not divide
 
     def shardings(self, tree: NamedTree, answers: list[Decision | Problem]) -> list[NamedSharding | None]:
-        """Validates each answer for its leaf; equal answers for equal shapes are checked once."""
+        """Validates the answer for each leaf, once for equal answers and shapes; returns the shardings."""
         if self.mode in _VALUE_MODES and AxisType.Auto not in self.axes.types.values():
-            # Without an Auto axis JAX has no UNCONSTRAINED; the axes of the type take its place.
-            answers = [_typed(answer, leaf) for answer, leaf in zip(answers, tree.leaves, strict=True)]
+            # JAX accepts UNCONSTRAINED only with an Auto axis; elsewhere the value's type has the axes.
+            answers = [
+                _with_filled_spec(answer, leaf) for answer, leaf in zip(answers, tree.leaves, strict=True)
+            ]
         keys = list(zip(map(id, answers), tree.shapes, strict=True))
-        first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
-        before = len(self.problems), len(self.passed)
-        checked = {key: self._checked(tree, i, answers[i]) for key, i in first.items()}
-        if before != (len(self.problems), len(self.passed)):
+        first_leaves = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
+        counts = len(self.problems), len(self.warnings)
+        shardings = {key: self._sharding(tree, i, answers[i]) for key, i in first_leaves.items()}
+        if counts != (len(self.problems), len(self.warnings)):
             # Report each problem for every leaf that has it, in tree order.
-            del self.problems[before[0] :], self.passed[before[1] :]
+            del self.problems[counts[0] :], self.warnings[counts[1] :]
             for i, answer in enumerate(answers):
-                self._checked(tree, i, answer)
-        return [checked[key] for key in keys]
+                self._sharding(tree, i, answer)
+        return [shardings[key] for key in keys]
 
-    def _checked(self, tree: NamedTree, index: int, answer: Decision | Problem) -> NamedSharding | None:
-        """The sharding of one leaf; collects what is wrong with it."""
+    def _sharding(self, tree: NamedTree, index: int, answer: Decision | Problem) -> NamedSharding | None:
+        """Returns the sharding of one leaf; collects its problems and warnings."""
         if isinstance(answer, Problem):
             self.problems.append(answer)
             return None
-        spec, shape, kind = answer.spec, tree.shapes[index], answer.memory_kind
+        spec, shape, memory_kind = answer.spec, tree.shapes[index], answer.memory_kind
         if spec is None:
             if self.mode is ResolveMode.CONCRETE:
-                self._add(tree, index, answer, [_NO_SHARDING])
+                self._add_problems(tree, index, answer, [_NO_SHARDING])
             return None
-        if answer.passed:
-            self.passed += [f'{tree.describe(index)}, {answer.origin}: {text}' for text in answer.passed]
+        if answer.warnings:
+            self.warnings += [f'{tree.describe(index)}, {answer.origin}: {text}' for text in answer.warnings]
         if AxisType.Manual in self.axes.types.values():
             spec = partition_specs.without_manual_axes(spec, self.axes)
         of_values = self.mode in _VALUE_MODES
         faults = [
-            _of_another_mesh(given) for given in answer.given if not matches_mesh(given, self.mesh, of_values)
+            _other_mesh_fault(sharding)
+            for sharding in answer.named_shardings
+            if not matches_mesh(sharding, self.mesh, of_values)
         ]
-        if not faults and kind is None:
-            valid = _valid_sharding(self.mesh, spec, shape)
-            if valid is not None:
-                return valid
-        # Other faults follow from a wrong mesh, which has to be fixed first.
+        if not faults and memory_kind is None:
+            valid_sharding = _valid_sharding(self.mesh, spec, shape)
+            if valid_sharding is not None:
+                return valid_sharding
+        # A wrong mesh causes other faults, so it has to be fixed first.
         faults = faults or spec_validation.faults(spec, shape, self.axes)
         if partition_specs.UNCONSTRAINED in partition_specs.entries(spec) and not of_values:
             faults.append(_NOT_CONSTRAINED)
-        default = None, 'device', named_sharding(self.mesh, PartitionSpec()).memory_kind
-        if of_values and kind not in default:
-            faults.append(_stays_in_memory(kind))
+        default_kinds = None, 'device', named_sharding(self.mesh, PartitionSpec()).memory_kind
+        if of_values and memory_kind not in default_kinds:
+            faults.append(_constraint_memory_fault(memory_kind))
         if faults:
-            self._add(tree, index, answer, faults)
+            self._add_problems(tree, index, answer, faults)
             return None
         policies = [policy or self.on_indivisible for policy in answer.policies]
         pads = self.mode is ResolveMode.INTERMEDIATE
-        spec, uneven, warned = apply_policy(spec, shape, self.axes, policies, answer.origin, pads)
-        self._add(tree, index, answer, uneven)
-        self.passed += [f'{tree.describe(index)}, {text}' for text in warned]
+        spec, faults, warnings = apply_policy(spec, shape, self.axes, policies, answer.origin, pads)
+        self._add_problems(tree, index, answer, faults)
+        self.warnings += [f'{tree.describe(index)}, {text}' for text in warnings]
         try:
-            return named_sharding(self.mesh, partition_specs.canonical(spec), kind)
+            return named_sharding(self.mesh, partition_specs.canonical(spec), memory_kind)
         except ValueError as error:
-            if kind is None:
+            if memory_kind is None:
                 raise
-            self._add(tree, index, answer, [_no_such_memory(kind, error)])
+            self._add_problems(tree, index, answer, [_unknown_memory_fault(memory_kind, error)])
             return None
 
-    def _add(
+    def _add_problems(
         self, tree: NamedTree, index: int, answer: Decision, faults: list[spec_validation.Fault]
     ) -> None:
-        """Collects what is wrong with a leaf."""
+        """Collects the faults of the spec of a leaf."""
         spec = '' if answer.spec is None else partition_specs.text(answer.spec)
         self.problems.extend(
             Problem(fault.kind, tree.describe(index), fault.detail, spec, answer.origin, fault.hint)
@@ -237,17 +249,17 @@ class _Task:
         )
 
     def report(self) -> None:
-        """Raises about all problems, or warns about dimensions that do not divide and may."""
+        """Raises about all problems; without problems, issues the warnings."""
         if self.problems:
             raise ShardingError(self.problems, str(self.axes), self.where)
         of = f' of {self.where}' if self.where else ''
         warn(
-            f'dimensions{of} that do not divide (mesh: {self.axes}):\n{shown_leaves(self.passed)}',
+            f'dimensions{of} that do not divide (mesh: {self.axes}):\n{shown_leaves(self.warnings)}',
             IndivisibleWarning,
         )
 
 
-def _typed(answer: Decision | Problem, leaf: Any) -> Decision | Problem:
+def _with_filled_spec(answer: Decision | Problem, leaf: Any) -> Decision | Problem:
     if isinstance(answer, Problem) or answer.spec is None:
         return answer
     if partition_specs.UNCONSTRAINED not in partition_specs.entries(answer.spec):
@@ -257,14 +269,14 @@ def _typed(answer: Decision | Problem, leaf: Any) -> Decision | Problem:
 
 
 def fill_unconstrained(spec: PartitionSpec, leaf: Any) -> list[Any]:
-    """The entries of *spec*, and for UNCONSTRAINED ones the Explicit axes that the leaf's type has there.
+    """Returns the entries of *spec*, with Explicit axes of the leaf's type in place of UNCONSTRAINED.
 
-    An axis that the spec names for another dimension is left out here.
+    Axes that the spec uses for another dimension are left out.
     """
-    now = [*partition_specs.entries(jax.typeof(leaf).sharding.spec), *[None] * len(spec)]
+    typed_entries = [*partition_specs.entries(jax.typeof(leaf).sharding.spec), *[None] * len(spec)]
     used = partition_specs.spec_axes(spec)
     return [
-        tuple(axis for axis in partition_specs.entry_axes(now[dim]) if axis not in used)
+        tuple(axis for axis in partition_specs.entry_axes(typed_entries[dim]) if axis not in used)
         if entry is partition_specs.UNCONSTRAINED
         else entry
         for dim, entry in enumerate(partition_specs.entries(spec))
@@ -283,7 +295,7 @@ _NOT_CONSTRAINED = spec_validation.Fault(
 )
 
 
-def _of_another_mesh(sharding: NamedSharding) -> spec_validation.Fault:
+def _other_mesh_fault(sharding: NamedSharding) -> spec_validation.Fault:
     return spec_validation.Fault(
         'other-mesh',
         f'the NamedSharding is of another mesh: {sharding.mesh}',
@@ -292,17 +304,17 @@ def _of_another_mesh(sharding: NamedSharding) -> spec_validation.Fault:
     )
 
 
-def _no_such_memory(kind: str, error: ValueError) -> spec_validation.Fault:
+def _unknown_memory_fault(memory_kind: str, error: ValueError) -> spec_validation.Fault:
     return spec_validation.Fault(
         'memory-kind',
-        f'the devices have no memory {kind!r}; JAX reports: {error}',
+        f'the devices have no memory {memory_kind!r}; JAX reports: {error}',
         "name a memory kind of the devices, such as 'device' or 'pinned_host'.",
     )
 
 
-def _stays_in_memory(kind: str | None) -> spec_validation.Fault:
+def _constraint_memory_fault(memory_kind: str | None) -> spec_validation.Fault:
     return spec_validation.Fault(
         'memory-kind',
-        f'a constraint moves no value to {kind!r}: JAX drops the memory kind of one',
-        'give a rule without a memory kind here, and move arrays outside, or by out_shardings.',
+        f'a constraint cannot move a value to {memory_kind!r}: JAX ignores its memory kind',
+        'give a rule without a memory kind here, and move arrays outside, or with out_shardings.',
     )

@@ -1,7 +1,8 @@
-"""What a rule is: `ShardingRule`, the base class that users extend, and the rules that its operators make.
+"""`ShardingRule`, the base class that users extend, and the rules that its operators create.
 
 A built-in rule answers about all leaves of a `NamedTree` at once (`ShardingRule.answers`). A user's subclass
-writes `apply` only, and so decides about every leaf. What ``a | b`` and ``a & b`` answer is in `_combine`.
+implements only `apply`, and thereby decides about every leaf. `_combine` has the answers of ``a | b`` and
+``a & b``.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from scalax.rules._answer import (
     Answer,
     AxisSizes,
     Decision,
-    changed,
-    non_arrays,
-    not_a_spec,
-    settled,
+    apply_defaults,
+    map_decision,
+    non_array_problems,
+    not_a_spec_problem,
 )
-from scalax.rules._combine import first_answers, occupied_by, overlaid
+from scalax.rules._combine import combined_occupancy, first_answers, overlay
 
 
 class ShardingRule(abc.ABC):
-    """Turns a pytree into PartitionSpecs. Subclasses write `apply`, and nothing else.
+    """Turns a pytree into PartitionSpecs. Subclasses implement only `apply`.
 
     Example:
         A rule that shards the last dimension of every matrix:
@@ -49,7 +50,7 @@ class ShardingRule(abc.ABC):
     """
 
     by_path: ClassVar[bool] = False
-    """Whether answers depend on paths and ranks only; its parts are asked separately."""
+    """Whether this rule, apart from its `parts`, looks at paths and ranks only."""
 
     @abc.abstractmethod
     def apply(self, pytree: Any) -> Any:
@@ -60,51 +61,51 @@ class ShardingRule(abc.ABC):
         """
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """One answer for each leaf.
+        """Returns one answer for each leaf.
 
         Args:
             tree: the leaves to decide about.
-            axis_sizes: mesh axis name -> size; None when no mesh is known.
+            axis_sizes: mesh axis name -> size; None without a mesh.
         """
-        whole, indices = tree.root()
+        root, indices = tree.root()
         name = type(self).__name__
-        with jax.ensure_compile_time_eval():  # a rule may compute with shapes, also while JAX traces
-            applied = self.apply(whole.tree)
+        with jax.ensure_compile_time_eval():  # a rule may compute with shapes while JAX traces
+            result = self.apply(root.tree)
         try:
-            values = whole.treedef.flatten_up_to(applied)
+            values = root.treedef.flatten_up_to(result)
         except ValueError:
             raise StructureError(
                 f'{name}.apply() returned a tree of another structure than its argument:\n'
-                f'{structure_differences(applied, whole.tree)}\n'
+                f'{structure_differences(result, root.tree)}\n'
                 'What to do: return one PartitionSpec for each leaf of the argument, as jax.tree.map does.'
             ) from None
-        given: dict[Any, Decision] = {}
+        decisions: dict[Any, Decision] = {}
         answers: list[Answer] = []
         for index in indices:
             value = values[index]
             if value is not None and not isinstance(value, PartitionSpec | NamedSharding):
-                answers.append(not_a_spec(whole, index, f'{name}.apply', value))
+                answers.append(not_a_spec_problem(root, index, f'{name}.apply', value))
                 continue
-            if value not in given:
-                given[value] = Decision.of(value, name, 'returned by apply()', 'error')
-            answers.append(given[value])
+            if value not in decisions:
+                decisions[value] = Decision.of(value, name, 'returned by apply()', 'error')
+            answers.append(decisions[value])
         return answers
 
     @property
     def is_pure(self) -> bool:
-        """Whether results can be cached: equal trees always get the same answers, and no warnings."""
+        """Whether answers can be cached: equal trees always get the same answers, without warnings."""
         return False
 
     @property
     def parts(self) -> tuple[ShardingRule, ...]:
-        """The rules that this one is made of."""
+        """The rules that this one contains."""
         return ()
 
     def __or__(self, other: Rule) -> ShardingRule:
-        """``a | b``: for each leaf the first that answers.
+        """``a | b``: for each leaf, the first rule that answers decides.
 
         Example:
-            FSDP has no answer for small arrays, and a regex none for arrays that it does not match:
+            FSDP has no answer for small arrays, and a regex has none for paths that it does not match:
 
             >>> import numpy as np
             >>> from scalax.sharding import FSDPShardingRule, TreePathShardingRule
@@ -123,7 +124,7 @@ class ShardingRule(abc.ABC):
         """``a & b``: *b* fills the dimensions that *a* left free, with mesh axes *a* did not use.
 
         Example:
-            Of ``up`` the first dimension is free; all of ``down`` is free, and ``norm`` is too small:
+            The first dimension of ``up`` and all of ``down`` are free; ``norm`` is too small:
 
             >>> import numpy as np
             >>> from scalax.sharding import FSDPShardingRule, TreePathShardingRule
@@ -139,16 +140,16 @@ class ShardingRule(abc.ABC):
         return Overlay(as_rule(other), self) if is_rule(other) else NotImplemented
 
     def stacked(self, dims: int = 1) -> ShardingRule:
-        """This rule for layers that are stacked, as for ``jax.lax.scan``.
+        """Returns this rule for stacked layers, such as those of ``jax.lax.scan``.
 
         Args:
-            dims: how many first dimensions are stacks; they are never sharded, not by a rule after
-                ``&`` either, and the rule sees the arrays without them.
+            dims: the number of leading dimensions that stack layers. The rule sees the arrays without them,
+                and they are never sharded, not even by a rule after ``&``.
         """
         return Stacked(self, dims)
 
     def with_memory_kind(self, memory_kind: str) -> ShardingRule:
-        """The same specs, in another memory, such as ``'pinned_host'``."""
+        """Returns a rule with the same specs in another memory, such as ``'pinned_host'``."""
         return InMemory(self, memory_kind)
 
 
@@ -157,7 +158,7 @@ Rule: TypeAlias = ShardingRule | PartitionSpec | NamedSharding | None
 
 
 class BuiltinRule(ShardingRule):
-    """A rule that answers leaf by leaf; `apply` follows from its answers."""
+    """A rule that implements `answers`, from which `apply` follows."""
 
     def apply(self, pytree: Any) -> Any:
         """Returns a pytree of PartitionSpec with the structure of *pytree*.
@@ -169,67 +170,67 @@ class BuiltinRule(ShardingRule):
             ShardingError: some leaves have no spec; all of them are named.
         """
         tree = NamedTree.of(pytree)
-        if problems := non_arrays(tree):
+        if problems := non_array_problems(tree):
             raise ShardingError(problems)
-        decided = settled(self.answers(tree, None))
-        if problems := [one for one in decided if isinstance(one, Problem)]:
+        results = apply_defaults(self.answers(tree, None))
+        if problems := [result for result in results if isinstance(result, Problem)]:
             raise ShardingError(problems)
-        return tree.treedef.unflatten([one.spec for one in decided if isinstance(one, Decision)])
+        return tree.treedef.unflatten([result.spec for result in results if isinstance(result, Decision)])
 
     @abc.abstractmethod
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]: ...
 
     @property
     def is_pure(self) -> bool:
-        # A warning has to be given each time.
+        # A cached answer would warn only once.
         return getattr(self, 'on_indivisible', 'error') != 'warn' and all(map(is_pure, self.parts))
 
     def _options(self, *names: str) -> list[str]:
-        """The named fields that differ from their defaults, as code."""
+        """Returns the named fields that differ from their defaults, as keyword arguments in code."""
         non_default = [name for name in names if getattr(self, name) != getattr(type(self), name)]
         return [f'{name}={getattr(self, name)!r}' for name in non_default]
 
 
 def answers_of(rule: ShardingRule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-    """The answers of any rule about every leaf; a rule that has no leaf to decide about is not asked."""
+    """Returns the answers of any rule about every leaf. Does not call the rule if there are no leaves."""
     if not tree.leaves:
         return []
-    ask = ShardingRule.answers if _overrides_apply(rule) else type(rule).answers
-    return ask(rule, tree, axis_sizes)
+    method = ShardingRule.answers if _overrides_apply(rule) else type(rule).answers
+    return method(rule, tree, axis_sizes)
 
 
 def _overrides_apply(rule: ShardingRule) -> bool:
-    """Whether this is a user's subclass of a built-in rule that overrides `apply`, which then counts."""
+    """Whether a user's subclass of a built-in rule overrides `apply`, which then takes precedence."""
     return isinstance(rule, BuiltinRule) and type(rule).apply is not BuiltinRule.apply
 
 
-def answers_of_each(
+def answers_by_leaf(
     rules: Mapping[int, ShardingRule], tree: NamedTree, axis_sizes: AxisSizes | None
 ) -> dict[int, Answer]:
-    """The answers of several rules, each about its own leaves; a rule is asked once, about all of them.
+    """Returns the answer for each leaf from its rule. Calls each rule once, for all of its leaves.
 
     Args:
-        rules: leaf number -> its rule.
-        tree: the leaves, and perhaps others.
+        rules: leaf index -> its rule.
+        tree: the tree that contains the leaves.
         axis_sizes: as in `ShardingRule.answers`.
     """
     groups: dict[int, list[int]] = {}
     for index, rule in rules.items():
         groups.setdefault(id(rule), []).append(index)
     answers: dict[int, Answer] = {}
-    for mine in groups.values():
-        asked = answers_of(rules[mine[0]], tree.select(mine), axis_sizes)
-        answers.update(zip(mine, asked, strict=True))
+    for indices in groups.values():
+        group_answers = answers_of(rules[indices[0]], tree.select(indices), axis_sizes)
+        answers.update(zip(indices, group_answers, strict=True))
     return answers
 
 
 def decide(rule: Rule, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Decision | Problem]:
-    """What one rule makes of every leaf, where no other rule is next."""
-    return settled(answers_of(as_rule(rule), tree, axis_sizes))
+    """Returns the decision or problem of every leaf under one rule, which no rule follows."""
+    return apply_defaults(answers_of(as_rule(rule), tree, axis_sizes))
 
 
 def is_pure(rule: ShardingRule) -> bool:
-    """Whether answers of a rule may be reused; see `ShardingRule.is_pure`."""
+    """Whether the answers of a rule may be reused; see `ShardingRule.is_pure`."""
     return rule.is_pure and not _overrides_apply(rule)
 
 
@@ -238,12 +239,12 @@ def looks_at_paths_only(rule: ShardingRule) -> bool:
     return rule.by_path and not _overrides_apply(rule) and all(map(looks_at_paths_only, rule.parts))
 
 
-# --- What the operators make ------------------------------------------------------------------------
+# --- Rules that the operators create ------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ConstantRule(BuiltinRule):
-    """A PartitionSpec, a NamedSharding or None where a rule is wanted: the same for every leaf."""
+    """A PartitionSpec, a NamedSharding or None as a rule: the same answer for every leaf."""
 
     value: PartitionSpec | NamedSharding | None
     by_path: ClassVar[bool] = True
@@ -252,35 +253,35 @@ class ConstantRule(BuiltinRule):
         return repr(self.value)
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        names = {type(None): '', NamedSharding: 'the NamedSharding given'}
-        origin = names.get(type(self.value), 'the spec given')
+        origins = {type(None): '', NamedSharding: 'the NamedSharding given'}
+        origin = origins.get(type(self.value), 'the spec given')
         return [Decision.of(self.value, origin, '', None)] * len(tree.leaves)
 
 
 def is_rule(value: Any) -> TypeGuard[Rule]:
-    """Whether a value is one rule rather than a tree of them."""
+    """Whether a value is one rule rather than a tree of rules."""
     return value is None or isinstance(value, ShardingRule | PartitionSpec | NamedSharding)
 
 
 def as_rule(value: Rule) -> ShardingRule:
-    """One rule (see `is_rule`) as a `ShardingRule`."""
+    """Converts one rule (see `is_rule`) to a `ShardingRule`."""
     return value if isinstance(value, ShardingRule) else ConstantRule(value)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FirstAnswer(BuiltinRule):
-    """``a | b``: for each leaf the first rule that answers."""
+    """``a | b``: for each leaf, the first rule that answers decides."""
 
     rules: tuple[ShardingRule, ...]
     by_path: ClassVar[bool] = True
 
     @classmethod
     def of(cls, *rules: ShardingRule) -> FirstAnswer:
-        """Flattens nested ones: ``|`` is associative."""
-        flat: list[ShardingRule] = []
+        """Flattens nested rules of this class, because ``|`` is associative."""
+        flat_rules: list[ShardingRule] = []
         for rule in rules:
-            flat.extend(rule.rules if isinstance(rule, FirstAnswer) else [rule])
-        return cls(tuple(flat))
+            flat_rules.extend(rule.rules if isinstance(rule, FirstAnswer) else [rule])
+        return cls(tuple(flat_rules))
 
     def __repr__(self) -> str:
         return f'({" | ".join(map(repr, self.rules))})'
@@ -290,7 +291,7 @@ class FirstAnswer(BuiltinRule):
         return self.rules
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        return first_answers(tree, [_asking(rule, axis_sizes) for rule in self.rules])
+        return first_answers(tree, [_answers_fn(rule, axis_sizes) for rule in self.rules])
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -309,17 +310,17 @@ class Overlay(BuiltinRule):
         return self.first, self.second
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        first, second = _asking(self.first, axis_sizes), _asking(self.second, axis_sizes)
-        return overlaid(tree, first, second, axis_sizes)
+        first, second = _answers_fn(self.first, axis_sizes), _answers_fn(self.second, axis_sizes)
+        return overlay(tree, first, second, axis_sizes)
 
 
-def _asking(rule: ShardingRule, axis_sizes: AxisSizes | None) -> Callable[[NamedTree], list[Answer]]:
+def _answers_fn(rule: ShardingRule, axis_sizes: AxisSizes | None) -> Callable[[NamedTree], list[Answer]]:
     return functools.partial(answers_of, rule, axis_sizes=axis_sizes)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Wrapper(BuiltinRule):
-    """A rule that changes the decisions of another one."""
+    """A rule that changes the decisions of another rule."""
 
     rule: ShardingRule
     by_path: ClassVar[bool] = True
@@ -330,23 +331,25 @@ class _Wrapper(BuiltinRule):
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         answers = answers_of(self.rule, self._inner_tree(tree), axis_sizes)
-        return list(map(functools.cache(self._changed), answers, map(len, tree.shapes)))
+        return list(map(functools.cache(self._wrap_answer), answers, map(len, tree.shapes)))
 
     def _inner_tree(self, tree: NamedTree) -> NamedTree:
-        """The tree that the wrapped rule sees."""
+        """Returns the tree that the wrapped rule sees."""
         return tree
 
-    def _changed(self, answer: Answer, rank: int) -> Answer:
-        return changed(answer, lambda found: found if found.spec is None else self._change(found, rank))
+    def _wrap_answer(self, answer: Answer, rank: int) -> Answer:
+        return map_decision(
+            answer, lambda decision: decision if decision.spec is None else self._change(decision, rank)
+        )
 
     @abc.abstractmethod
     def _change(self, decision: Decision, rank: int) -> Decision:
-        """A decision of the wrapped rule, changed for an array of this rank."""
+        """Changes a decision of the wrapped rule, which has a spec, for an array of this rank."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Stacked(_Wrapper):
-    """``rule.stacked(n)``: the first *n* dimensions are stacks of layers, which the rule does not see."""
+    """``rule.stacked(n)``: the first *n* dimensions stack layers, and the rule does not see them."""
 
     dims: int = 1
 
@@ -363,26 +366,28 @@ class Stacked(_Wrapper):
         return layer.with_occupied(list(occupied))
 
     def _occupied(self, occupied: PartitionSpec, rank: int) -> PartitionSpec:
-        """What is occupied of one layer; the axes of the stack are in use too."""
+        """Returns what is occupied of one layer. The mesh axes of the stack are in use too."""
         stack, layer = PartitionSpec(*occupied[: self.dims]), PartitionSpec(*occupied[self.dims :])
-        return occupied_by(layer, PartitionSpec(*[None] * rank, partition_specs.spec_axes(stack)), rank)
+        return combined_occupancy(
+            layer, PartitionSpec(*[None] * rank, partition_specs.spec_axes(stack)), rank
+        )
 
     def _change(self, decision: Decision, rank: int) -> Decision:
-        """The decision about one layer, for the stack; arrays of too few dimensions are replicated."""
+        """Extends the decision about one layer to the stack. Arrays of too low a rank are replicated."""
         if rank < self.dims:
             reason = f'fewer than {plural(self.dims, "dimension")}: no stack'
-            return dataclasses.replace(decision, spec=REPLICATED, reason=reason, stack=())
+            return dataclasses.replace(decision, spec=REPLICATED, reason=reason, stack_dims=())
         assert decision.spec is not None
         spec = partition_specs.with_entries(
             decision.spec, [*[None] * self.dims, *partition_specs.entries(decision.spec)]
         )
-        stack = (*range(self.dims), *(dim + self.dims for dim in decision.stack))
-        return dataclasses.replace(decision, spec=spec, stack=stack)
+        stack_dims = (*range(self.dims), *(dim + self.dims for dim in decision.stack_dims))
+        return dataclasses.replace(decision, spec=spec, stack_dims=stack_dims)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class InMemory(_Wrapper):
-    """``rule.with_memory_kind(kind)``: the same specs, in another memory."""
+    """``rule.with_memory_kind(kind)``: the same specs in another memory."""
 
     memory_kind: str
 

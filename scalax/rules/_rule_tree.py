@@ -1,7 +1,7 @@
-"""Trees of rules, matched with the trees that they are for.
+"""Trees of rules, and how they match the trees that they apply to.
 
-A tree of rules is a *prefix* of the tree it is for, as in JAX: a rule at a node decides about the whole
-subtree below. One rule is a ShardingRule, a PartitionSpec, a NamedSharding, or None.
+A tree of rules is a *prefix* of the tree it applies to, as in JAX: a rule at a node decides about the entire
+subtree below it. One rule is a ShardingRule, a PartitionSpec, a NamedSharding, or None.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import jax
 from scalax._core.pytree.paths import leaf_shape, leaf_text, optional_path
 from scalax._core.pytree.structure_diff import structure_differences
 from scalax.errors import ScalaxError, StructureError
-from scalax.rules._answer import short
+from scalax.rules._answer import short_repr
 from scalax.rules._rule import Rule, ShardingRule, is_pure, is_rule
 
-_FIRST_OF_A_PAIR = re.compile(r'\d+/0')  # the path of a regex, where pairs stand in place of rules
+_FIRST_OF_A_PAIR = re.compile(r'\d+/0')  # the path of a regex in a sequence of (regex, rule) pairs
 
 
 class SequenceNode(Protocol):
-    """A list, a tuple or a named tuple of rules; not a string, which contains nothing but strings."""
+    """A list, a tuple or a named tuple of rules. A string, which contains only strings, does not match."""
 
     def __contains__(self, value: object, /) -> bool: ...
 
@@ -43,7 +43,7 @@ class FlattenedNode(Protocol):
 
 
 RuleLike: TypeAlias = Rule | SequenceNode | Mapping[Any, 'RuleLike'] | DataclassNode | FlattenedNode
-"""One rule, or a pytree of rules, which is a prefix of the tree that they are for."""
+"""One rule, or a pytree of rules that is a prefix of the tree it applies to."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Subtree:
 
     Attributes:
         rule: the rule.
-        path: the path of the subtree; None is the root.
-        tree: the subtree itself.
+        path: the path of the subtree; None for the root.
+        tree: the subtree.
     """
 
     rule: Rule
@@ -62,7 +62,7 @@ class Subtree:
 
 
 def cache_key(rules: RuleLike) -> Any:
-    """A hashable stand-in for a tree of rules: equal for equal rules."""
+    """Returns a key for a tree of rules: equal for equal rules, and hashable if they are."""
     if is_rule(rules):
         return rules
     leaves, treedef = jax.tree.flatten(rules, is_leaf=is_rule)
@@ -70,7 +70,7 @@ def cache_key(rules: RuleLike) -> Any:
 
 
 def are_pure(rules: RuleLike) -> bool:
-    """Whether rules always give the same answers."""
+    """Whether all rules of a tree are pure; see `ShardingRule.is_pure`."""
     leaves = jax.tree.leaves(rules, is_leaf=is_rule)
     return all(map(is_pure, [rule for rule in leaves if isinstance(rule, ShardingRule)]))
 
@@ -82,33 +82,33 @@ def match_subtrees(
 
     Args:
         rules: a rule or a pytree prefix of rules.
-        pytree: the tree they are for.
-        where: what the tree is called in messages, such as ``"argument 'state'"``.
-        error: what is raised about a leaf of *rules* that is not a rule.
+        pytree: the tree they apply to.
+        where: the name of the tree in messages, such as ``"argument 'state'"``.
+        error: the class of the error about a leaf of *rules* that is not a rule.
 
     Raises:
         StructureError: the trees differ, or a leaf of *rules* is not a rule; the message has the path.
     """
     if is_rule(rules):
         return [Subtree(rules, None, pytree)]
-    flat, treedef = _flattened(rules, where, error)
+    flat_rules, treedef = _flatten_rules(rules, where, error)
     try:
         subtrees = treedef.flatten_up_to(pytree)
     except ValueError:
         raise StructureError(
-            f'the rules{_of(where)} do not have the structure of the tree, which has, where they differ:\n'
-            f'{structure_differences(pytree, rules, is_rule)}\n'
+            f'the rules{_of(where)} do not match the structure of the tree. Where they differ, '
+            f'the tree has:\n{structure_differences(pytree, rules, is_rule)}\n'
             'What to do: give one rule for each subtree there, or one for all (in sjit, None leaves it to '
             'the compiler). Regexes on paths are for TreePathShardingRule((regex, rule), ...).'
         ) from None
     return [
         Subtree(rule, optional_path(path), subtree)
-        for (path, rule), subtree in zip(flat, subtrees, strict=True)
+        for (path, rule), subtree in zip(flat_rules, subtrees, strict=True)
     ]
 
 
 def checked_rules(rules: RuleLike, where: str = '') -> RuleLike:
-    """A tree of rules as it is now: what its lists and dicts hold later does not count.
+    """Returns a copy of a tree of rules, so that later changes of its lists and dicts have no effect.
 
     Args:
         rules: a rule or a tree of rules.
@@ -117,18 +117,20 @@ def checked_rules(rules: RuleLike, where: str = '') -> RuleLike:
     Raises:
         StructureError: a leaf is not a rule.
     """
-    flat, treedef = _flattened(rules, where, StructureError)
-    own: RuleLike = treedef.unflatten([rule for _, rule in flat])
-    return own
+    flat_rules, treedef = _flatten_rules(rules, where, StructureError)
+    copy: RuleLike = treedef.unflatten([rule for _, rule in flat_rules])
+    return copy
 
 
-def _flattened(rules: RuleLike, where: str, error: type[ScalaxError]) -> tuple[list[tuple[Any, Any]], Any]:
-    """The leaves of a tree of rules with their paths, and its structure; raises about what is no rule."""
-    flat, treedef = jax.tree_util.tree_flatten_with_path(rules, is_leaf=is_rule)
-    for path, rule in flat:
+def _flatten_rules(
+    rules: RuleLike, where: str, error: type[ScalaxError]
+) -> tuple[list[tuple[Any, Any]], Any]:
+    """Returns the rules of a tree with their paths, and its structure; raises if a leaf is not a rule."""
+    flat_rules, treedef = jax.tree_util.tree_flatten_with_path(rules, is_leaf=is_rule)
+    for path, rule in flat_rules:
         if not is_rule(rule):
             raise error(_not_a_rule(rule, optional_path(path), where))
-    return flat, treedef
+    return flat_rules, treedef
 
 
 def _of(where: str) -> str:
@@ -136,8 +138,8 @@ def _of(where: str) -> str:
 
 
 def _not_a_rule(value: Any, path: str | None, where: str) -> str:
-    """The message about a value that is not a rule, with a hint about what was meant."""
-    hint, got = '', short(value)
+    """Returns the message about a value that is not a rule, with a hint about the likely mistake."""
+    hint, got = '', short_repr(value)
     if isinstance(value, str) and path is not None and _FIRST_OF_A_PAIR.fullmatch(path):
         hint = '; pairs of a regex and a rule are for TreePathShardingRule((regex, rule), ...)'
     elif isinstance(value, type) and issubclass(value, ShardingRule):

@@ -1,4 +1,4 @@
-"""Rules that choose by leaf path: pairs of a regex and a spec, of which the first match wins."""
+"""The rule that chooses by leaf path: pairs of a regex and a spec, of which the first match wins."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from scalax.rules._answer import (
     AxisSizes,
     Decision,
     NoAnswer,
-    changed,
-    short,
+    map_decision,
+    short_repr,
 )
 from scalax.rules._indivisible import OnIndivisible, checked_policy
-from scalax.rules._rule import BuiltinRule, Rule, ShardingRule, answers_of_each, is_rule
+from scalax.rules._rule import BuiltinRule, Rule, ShardingRule, answers_by_leaf, is_rule
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class TreePathShardingRule(BuiltinRule):
     """Chooses by leaf path: the first pair whose regex is found (``re.search``) in the path wins.
 
-    Scalars and arrays of one element are replicated whatever their path, and whether or not a regex matches.
+    Scalars and arrays of one element are always replicated, whether or not a regex matches.
 
     Args:
-        *rules: pairs of a regex and a value. A value is a PartitionSpec; another rule, which then
+        *rules: pairs of a regex and a value. The value is a PartitionSpec; another rule, which then
             decides about the leaves of that pair; or None, which leaves them to the compiler.
-        strict: any other leaf that no regex matches is an error; with False it is replicated.
-        on_indivisible: what to do where a dimension does not divide: ``'error'``, ``'replicate'``
+        strict: whether a larger array that no regex matches is an error; with False it is replicated.
+        on_indivisible: what to do if a dimension does not divide: ``'error'``, ``'replicate'``
             (drop axes from the right until it divides) or ``'warn'`` (the same, with a warning).
 
     Raises:
@@ -66,9 +66,7 @@ class TreePathShardingRule(BuiltinRule):
         strict: bool = True,
         on_indivisible: OnIndivisible = 'error',
     ) -> None:
-        pairs = tuple(
-            checked_pair(f'TreePathShardingRule, pair {number}', rule) for number, rule in enumerate(rules)
-        )
+        pairs = tuple(checked_pair(f'TreePathShardingRule, pair {i}', pair) for i, pair in enumerate(rules))
         strict = checked_flag('strict', strict, RuleError)
         vars(self).update(rules=pairs, strict=strict, on_indivisible=checked_policy(on_indivisible))
 
@@ -82,38 +80,38 @@ class TreePathShardingRule(BuiltinRule):
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
         scalar = Decision(REPLICATED, 'TreePathShardingRule', ONE_ELEMENT)
-        single = {shape for shape in set(tree.shapes) if all(size == 1 for size in shape)}
-        answers: list[Any] = [scalar if shape in single else None for shape in tree.shapes]
-        # Clause by clause over the leaves that are left, rather than leaf by leaf over the clauses:
-        # the inner loops then run in C.
-        left = [i for i, answer in enumerate(answers) if answer is None]
-        paths = [tree.paths[i] for i in left]
+        scalar_shapes = {shape for shape in set(tree.shapes) if all(size == 1 for size in shape)}
+        answers: list[Any] = [scalar if shape in scalar_shapes else None for shape in tree.shapes]
+        # The outer loop is over the clauses rather than the leaves, so that the inner loops run in C.
+        unmatched = [i for i, answer in enumerate(answers) if answer is None]
+        paths = [tree.paths[i] for i in unmatched]
         nested: dict[int, tuple[int, ShardingRule]] = {}
-        for number, (pattern, value) in enumerate(self.rules):
-            found = list(map(re.compile(pattern).search, paths))
-            mine = list(itertools.compress(left, found))
-            if not mine:
+        for clause, (pattern, value) in enumerate(self.rules):
+            matches = list(map(re.compile(pattern).search, paths))
+            matched = list(itertools.compress(unmatched, matches))
+            if not matched:
                 continue
-            missed = [not hit for hit in found]
-            left, paths = list(itertools.compress(left, missed)), list(itertools.compress(paths, missed))
+            misses = [not match for match in matches]
+            unmatched = list(itertools.compress(unmatched, misses))
+            paths = list(itertools.compress(paths, misses))
             if isinstance(value, ShardingRule):
-                nested.update(dict.fromkeys(mine, (number, value)))
+                nested.update(dict.fromkeys(matched, (clause, value)))
             else:
                 origin = f'regex {regex_text(pattern)}'
-                fixed = Decision.of(value, origin, '', self.on_indivisible, ((self, number),))
-                for i in mine:
-                    answers[i] = fixed
-        for i in left:
-            answers[i] = NoAnswer(functools.partial(self._unmatched, tree, i)) if self.strict else _MISS
-        inner = answers_of_each({i: nested[i][1] for i in sorted(nested)}, tree, axis_sizes)
-        clauses = [nested[i][0] for i in inner]  # several may have the same rule
-        told = map(functools.cache(self._by_clause), clauses, inner.values())
-        for i, answer in zip(inner, told, strict=True):
+                decision = Decision.of(value, origin, '', self.on_indivisible, ((self, clause),))
+                for i in matched:
+                    answers[i] = decision
+        for i in unmatched:
+            answers[i] = NoAnswer(functools.partial(self._unmatched, tree, i)) if self.strict else _UNMATCHED
+        inner_answers = answers_by_leaf({i: nested[i][1] for i in sorted(nested)}, tree, axis_sizes)
+        clauses = [nested[i][0] for i in inner_answers]  # several clauses may have the same rule
+        outer_answers = map(functools.cache(self._with_clause), clauses, inner_answers.values())
+        for i, answer in zip(inner_answers, outer_answers, strict=True):
             answers[i] = answer
         return answers
 
     def _unmatched(self, tree: NamedTree, index: int) -> Problem:
-        """The problem of a leaf that no regex matches."""
+        """Returns the problem of a leaf that no regex matches."""
         near = self._near_pattern(tree.paths[index])
         return Problem(
             'unmatched',
@@ -125,24 +123,27 @@ class TreePathShardingRule(BuiltinRule):
         )
 
     def _near_pattern(self, path: str) -> str:
-        """A regex that looks like a misspelling of the path or of one of its keys, or ''."""
-        literal = {re.sub(r'[^\w/]', '', _text(pattern)): _text(pattern) for pattern, _ in self.rules}
+        """Returns a regex that looks like a misspelling of the path or of one of its keys, or ''."""
+        patterns = {re.sub(r'[^\w/]', '', _text(pattern)): _text(pattern) for pattern, _ in self.rules}
         for word in (path, *reversed(path.split('/'))):
-            for name in near_names(word, literal):
-                return literal[name]
+            for literal in near_names(word, patterns):
+                return patterns[literal]
         return ''
 
-    def _by_clause(self, number: int, answer: Answer) -> Answer:
-        origin = f'regex {regex_text(self.rules[number][0])}'
-        return changed(
+    def _with_clause(self, clause: int, answer: Answer) -> Answer:
+        """Adds a clause of this rule to the answer of the rule nested in it."""
+        regex = f'regex {regex_text(self.rules[clause][0])}'
+        return map_decision(
             answer,
-            lambda found: dataclasses.replace(
-                found, origin=f'{origin} -> {found.origin}', clauses=((self, number), *found.clauses)
+            lambda decision: dataclasses.replace(
+                decision,
+                origin=f'{regex} -> {decision.origin}',
+                clauses=((self, clause), *decision.clauses),
             ),
         )
 
 
-_MISS = Decision(REPLICATED, 'TreePathShardingRule', 'no regex matches, strict=False')
+_UNMATCHED = Decision(REPLICATED, 'TreePathShardingRule', 'no regex matches, strict=False')
 
 
 def _text(pattern: str | re.Pattern[str]) -> str:
@@ -150,21 +151,21 @@ def _text(pattern: str | re.Pattern[str]) -> str:
 
 
 def regex_text(pattern: str | re.Pattern[str]) -> str:
-    """A regex as code. The repr of a compiled one is cut off after 200 characters."""
+    """Returns a regex as code, unlike the repr of a compiled one, which ends after 200 characters."""
     if isinstance(pattern, str):
         return repr(pattern)
-    flags = re.RegexFlag(pattern.flags & ~re.UNICODE)  # which every regex of text has
+    flags = re.RegexFlag(pattern.flags & ~re.UNICODE)  # every str regex has UNICODE
     return f're.compile({pattern.pattern!r}{f", {flags!r}" if flags else ""})'
 
 
-def checked_pair(where: str, rule: Any) -> tuple[str | re.Pattern[str], Rule]:
-    """Returns *rule* if it is a pair of a regex and a value, else raises RuleError about *where*."""
-    if not isinstance(rule, tuple | list) or len(rule) != 2 or isinstance(rule[0], tuple | list):
+def checked_pair(where: str, pair: Any) -> tuple[str | re.Pattern[str], Rule]:
+    """Returns *pair* if it is a pair of a regex and a value, and raises RuleError about *where* otherwise."""
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or isinstance(pair[0], tuple | list):
         raise RuleError(
-            f'{where}: expected a pair (regex, PartitionSpec), got {short(rule)}; several pairs are given '
-            'with a star: *pairs'
+            f'{where}: expected a pair (regex, PartitionSpec), got {short_repr(pair)}; several pairs are '
+            'given with a star: *pairs'
         )
-    pattern, value = rule
+    pattern, value = pair
     checked_regex(where, pattern)
     if not is_rule(value):
         raise RuleError(
@@ -173,11 +174,17 @@ def checked_pair(where: str, rule: Any) -> tuple[str | re.Pattern[str], Rule]:
     return pattern, value
 
 
-def checked_regex(where: str, pattern: Any, kind: type[ScalaxError] = RuleError) -> None:
-    """Raises RuleError, or an error of another *kind*, if *pattern* is no regex; it begins with *where*."""
+def checked_regex(where: str, pattern: Any, error_type: type[ScalaxError] = RuleError) -> None:
+    """Raises RuleError, or another type of error, if *pattern* is not a regex.
+
+    Args:
+        where: the beginning of the message.
+        pattern: the regex to check.
+        error_type: the type of the error.
+    """
     if not isinstance(getattr(pattern, 'pattern', pattern), str):
-        raise kind(f'{where}: the regex is a string, got {pattern!r}')
+        raise error_type(f'{where}: the regex is a string, got {pattern!r}')
     try:
         re.compile(pattern)
     except re.error as error:
-        raise kind(f'{where}: invalid regex {pattern!r}: {error.msg} (position {error.pos})') from None
+        raise error_type(f'{where}: invalid regex {pattern!r}: {error.msg} (position {error.pos})') from None

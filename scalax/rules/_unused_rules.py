@@ -1,6 +1,6 @@
-"""Idle rules: regexes that decide about no leaf, and rules for sharding that replicate everything.
+"""Unused rules: regexes that decide about no leaf, and FSDP rules that replicate everything.
 
-Reports list the first. Warnings list both, where a function is compiled and where a tree is placed.
+Reports list the regexes. Warnings, when a function is compiled or a tree is placed, list both.
 """
 
 from __future__ import annotations
@@ -28,206 +28,215 @@ class _Array(NamedTuple):
     """A leaf of more than one element.
 
     Attributes:
-        size: the number of its elements.
-        rank: the number of its dimensions.
-        rule_path: its path as the rules saw it.
-        decision: what was decided.
-        is_whole: whether each device holds all of it; not where the compiler decides.
-        text: makes what messages call it.
+        size: the number of elements.
+        rank: the number of dimensions.
+        rule_path: the path that the rules saw.
+        decision: the decision about it.
+        is_replicated: whether it is replicated; False if the compiler decides.
+        describe: returns its description in messages.
     """
 
     size: int
     rank: int
     rule_path: str
     decision: Decision
-    is_whole: bool
-    text: Callable[[], str]
+    is_replicated: bool
+    describe: Callable[[], str]
 
 
-def warn_unsharded(what: str, resolutions: Sequence[Resolution], mesh: Mapping[str, int]) -> None:
-    """Warns about rules that shard nothing of a call though they should, and about misspelt regexes.
+def warn_unsharded(function: str, resolutions: Sequence[Resolution], mesh: Mapping[str, int]) -> None:
+    """Warns about FSDP rules that shard nothing in a call, and about misspelt regexes.
 
-    All trees of a call count together: parameters, the state of an optimizer, outputs. Nobody is warned on
-    one device, nor about arrays that a regex of theirs, or the entire rule, replicates.
+    All trees of a call are considered together: parameters, optimizer state, outputs. There are no warnings
+    on one device, or about arrays that are replicated by a regex for them or by the entire rule.
 
     Args:
-        what: what was called, for the message.
-        resolutions: what rules made of the trees of one call.
+        function: the name of the called function, for the message.
+        resolutions: the resolutions of the trees of one call.
         mesh: mesh axis name -> size.
     """
-    rules = {id(rule): rule for each in resolutions for rule in each.rules}.values()
+    rules = {id(rule): rule for resolution in resolutions for rule in resolution.rules}.values()
     if math.prod(mesh.values()) == 1 or not any(isinstance(rule, ShardingRule) for rule in rules):
         return
-    uses = _uses(resolutions)
-    for rule, arrays in uses.values():
-        if isinstance(rule, FSDPShardingRule) and (message := _all_replicated(rule, arrays, mesh)):
-            warn(f'{what}: {message}', UnshardedWarning)
-    seen = [path for each in resolutions for path in each.rule_paths]
-    unused, _ = find_unused_clauses(rules, seen, [one for each in resolutions for one in each.decisions])
-    named = [(clause, uses.get(_key(clause[0]))) for clause in unused]
-    lines = [line for clause, use in named if use and (line := _misspelt(clause, use[1], seen))]
+    arrays_by_rule = _arrays_by_rule(resolutions)
+    for rule, arrays in arrays_by_rule.values():
+        if isinstance(rule, FSDPShardingRule) and (message := _fsdp_warning(rule, arrays, mesh)):
+            warn(f'{function}: {message}', UnshardedWarning)
+    paths = [path for resolution in resolutions for path in resolution.rule_paths]
+    decisions = [decision for resolution in resolutions for decision in resolution.decisions]
+    lines = []
+    for clause in find_unused_clauses(rules, paths, decisions)[0]:
+        rule_and_arrays = arrays_by_rule.get(_key(clause[0]))
+        if rule_and_arrays and (line := _misspelling(clause, rule_and_arrays[1], paths)):
+            lines.append(line)
     if lines:
         warn(
-            f'{what}: regexes that match no path:\n' + '\n'.join(lines) + '\n'
+            f'{function}: regexes that match no path:\n' + '\n'.join(lines) + '\n'
             'What to do: correct or remove them; helper.explain(tree, rules) shows what decides about each '
             'leaf. To replicate such arrays on purpose, give them a regex of their own with PartitionSpec().',
             UnshardedWarning,
         )
 
 
-def shardings_with_warnings(found: Resolution, mesh: Mesh | AbstractMesh) -> list[NamedSharding | None]:
-    """The shardings of a tree that is placed, after `warn_unsharded`."""
-    if found.any_replicated:
-        warn_unsharded('shard', [found], mesh.shape)
-    return found.shardings
+def shardings_with_warnings(resolution: Resolution, mesh: Mesh | AbstractMesh) -> list[NamedSharding | None]:
+    """Returns the shardings of a tree to place, after `warn_unsharded`."""
+    if resolution.any_replicated:
+        warn_unsharded('shard', [resolution], mesh.shape)
+    return resolution.shardings
 
 
-def _uses(resolutions: Iterable[Resolution]) -> dict[Any, tuple[ShardingRule, list[_Array]]]:
-    """Every rule, also inside of others, with the arrays of the trees that it is for."""
-    uses: dict[Any, tuple[ShardingRule, list[_Array]]] = {}
-    for found in resolutions:
-        tree, by_rule = found.tree, dict[int, tuple[Rule, list[_Array]]]()
-        columns = zip(found.rules, found.rule_paths, found.decisions, found.shardings, strict=True)
-        for index, (rule, seen, decision, sharding) in enumerate(columns):
+def _arrays_by_rule(resolutions: Iterable[Resolution]) -> dict[Any, tuple[ShardingRule, list[_Array]]]:
+    """Returns every rule, nested ones included, with the arrays of the trees that it applies to."""
+    result: dict[Any, tuple[ShardingRule, list[_Array]]] = {}
+    for resolution in resolutions:
+        tree, outer_rules = resolution.tree, dict[int, tuple[Rule, list[_Array]]]()
+        leaves = zip(
+            resolution.rules, resolution.rule_paths, resolution.decisions, resolution.shardings, strict=True
+        )
+        for index, (rule, path, decision, sharding) in enumerate(leaves):
             size, rank = math.prod(tree.shapes[index]), len(tree.shapes[index])
             if size > 1:
-                is_whole = sharding is not None and sharding.spec == REPLICATED
-                array = _Array(size, rank, seen, decision, is_whole, functools.partial(tree.describe, index))
-                by_rule.setdefault(id(rule), (rule, []))[1].append(array)
-        for rule, arrays in by_rule.values():
-            for key, inner in {_key(inner): inner for inner, _ in _nested([rule])}.items():
-                uses.setdefault(key, (inner, []))[1].extend(arrays)
-    return uses
+                is_replicated = sharding is not None and sharding.spec == REPLICATED
+                describe = functools.partial(tree.describe, index)
+                array = _Array(size, rank, path, decision, is_replicated, describe)
+                outer_rules.setdefault(id(rule), (rule, []))[1].append(array)
+        for rule, arrays in outer_rules.values():
+            for key, inner in {_key(inner): inner for inner, _ in _all_rules([rule])}.items():
+                result.setdefault(key, (inner, []))[1].extend(arrays)
+    return result
 
 
-def _all_replicated(rule: FSDPShardingRule, arrays: Sequence[_Array], mesh: Mapping[str, int]) -> str:
-    """The warning about a rule for large arrays that replicates all of its arrays; '' if that is right."""
+def _fsdp_warning(rule: FSDPShardingRule, arrays: Sequence[_Array], mesh: Mapping[str, int]) -> str:
+    """Returns the warning if an FSDP rule replicates all of its matrices, and '' otherwise."""
     axes = partition_specs.entry_axes(rule.fsdp_axis_name)
     devices = math.prod(mesh[axis] for axis in axes)
-    # Vectors are rightly replicated: the factored statistics of an optimizer, norms.
-    if devices == 1 or not all(array.is_whole for array in arrays):
+    if devices == 1 or not all(array.is_replicated for array in arrays):
         return ''
-    asked = [array for array in arrays if (rule, 0) in array.decision.clauses]
-    matrices = [array for array in asked if array.rank > 1]
+    decided = [array for array in arrays if (rule, 0) in array.decision.clauses]
+    # Vectors, such as norms and factored optimizer statistics, are rightly replicated.
+    matrices = [array for array in decided if array.rank > 1]
     if not matrices:
         return ''
     largest = max(matrices, key=lambda array: array.size)
     if largest.size < rule.min_fsdp_size:
-        why = f'{largest.size:,} elements, and min_fsdp_size is {rule.min_fsdp_size:,}'
-        cure = f'pass min_fsdp_size={largest.size}, or less to shard more of them'
+        reason = f'{largest.size:,} elements, and min_fsdp_size is {rule.min_fsdp_size:,}'
+        remedy = f'pass min_fsdp_size={largest.size}, or less to shard more of them'
     else:
-        why = f'no dimension that is free and divides by {devices}'
-        cure = 'choose sizes that divide, or a mesh axis of another size'
-    count = len({(array.rule_path, array.size) for array in asked})  # arguments come back as outputs
+        reason = f'no dimension that is free and divides by {devices}'
+        remedy = 'choose sizes that divide, or a mesh axis of another size'
+    count = len({(array.rule_path, array.size) for array in decided})  # outputs repeat arguments
     return (
         f'{rule!r} shards nothing: {plural(count, "array")} replicated over the '
-        f'{devices} devices along {", ".join(axes)}. The largest, {largest.text()}, has {why}.\n'
-        f'What to do: {cure}. To replicate them on purpose, give PartitionSpec() in place of the rule.'
+        f'{devices} devices along {", ".join(axes)}. The largest, {largest.describe()}, has {reason}.\n'
+        f'What to do: {remedy}. To replicate them on purpose, give PartitionSpec() in place of the rule.'
     )
 
 
-def _misspelt(clause: Clause, arrays: Sequence[_Array], seen: Sequence[str]) -> str:
-    """The warning about a regex that matches no path; '' where it may be one for other trees.
+def _misspelling(clause: Clause, arrays: Sequence[_Array], paths: Sequence[str]) -> str:
+    """Returns the warning about a regex that matches no path, or '' if it may be meant for other trees.
 
-    It should have matched something where an array that no regex names has a path of similar words.
+    A regex is probably misspelt if an array that only a catch-all regex matches has a similar word in its
+    path.
     """
-    rule, number = clause
-    if not isinstance(rule, TreePathShardingRule) or not _shards(rule.rules[number][1]):
+    rule, index = clause
+    if not isinstance(rule, TreePathShardingRule) or not _shards(rule.rules[index][1]):
         return ''
-    unnamed = [array for array in arrays if not any(map(_names, array.decision.clauses))]
-    words = {word: array for array in unnamed for word in re.findall(r'\w+', array.rule_path)}
+    unnamed = [array for array in arrays if not any(map(_is_specific, array.decision.clauses))]
+    arrays_by_word = {word: array for array in unnamed for word in re.findall(r'\w+', array.rule_path)}
     text = clause_text(clause)
-    for word in re.findall(r'[^\W\d]\w\w+', re.sub(r'\\.', ' ', text)):  # without \d and the like
-        near = near_names(word, words)
-        if near and not any(word in path for path in seen):
-            like = f'{near[0]!r}, as in {words[near[0]].text()}'
-            return f'  {text!r}: {word!r} is in no path, did you mean {like}?'
+    for word in re.findall(r'[^\W\d]\w\w+', re.sub(r'\\.', ' ', text)):  # without escapes such as \d
+        near = near_names(word, arrays_by_word)
+        if near and not any(word in path for path in paths):
+            suggestion = f'{near[0]!r}, as in {arrays_by_word[near[0]].describe()}'
+            return f'  {text!r}: {word!r} is in no path, did you mean {suggestion}?'
     return ''
 
 
-def _shards(value: Rule) -> bool:
-    """Whether what a regex stands for shards anything."""
-    spec = value.spec if isinstance(value, NamedSharding) else value
+def _shards(rule: Rule) -> bool:
+    """Whether a rule may shard anything."""
+    spec = rule.spec if isinstance(rule, NamedSharding) else rule
     return any(partition_specs.entries(spec)) if isinstance(spec, PartitionSpec) else spec is not None
 
 
-def _names(clause: Clause) -> bool:
-    """Whether a regex is for some paths: others, such as '.*', are for what is left."""
+def _is_specific(clause: Clause) -> bool:
+    """Whether a regex is for certain paths, unlike a catch-all regex such as '.*'."""
     patterns = _patterns(clause[0])
     return bool(patterns) and not re.search(patterns[clause[1]], '')
 
 
 def clause_text(clause: Clause) -> str:
-    """The regex of a clause."""
+    """Returns the regex of a clause."""
     pattern = _patterns(clause[0])[clause[1]]
     return str(getattr(pattern, 'pattern', pattern))
 
 
 def _patterns(rule: ShardingRule) -> list[Any]:
-    """The regexes of a rule with a table of them; none of another."""
+    """Returns the regexes of a rule; empty for rules of other types."""
     if isinstance(rule, LogicalAxisShardingRule):
         return [pattern for pattern, _ in rule.axis_names]
     return [pattern for pattern, _ in rule.rules] if isinstance(rule, TreePathShardingRule) else []
 
 
 def find_unused_clauses(
-    rules: Iterable[Rule], seen: Sequence[str], decisions: Sequence[Decision]
+    rules: Iterable[Rule], paths: Sequence[str], decisions: Sequence[Decision]
 ) -> tuple[list[Clause], list[Clause]]:
-    """The regexes that decide about no leaf: those that match none, and those always shadowed.
+    """Returns the regexes that match no leaf, and the regexes that are always shadowed by earlier ones.
 
     Args:
-        rules: all rules that were asked.
-        seen: the leaf paths as the rules saw them.
-        decisions: what was decided about each.
+        rules: all rules that were applied.
+        paths: the leaf paths that the rules saw.
+        decisions: the decision about each leaf.
     """
-    from scalax.rules import catalogue  # here, because few programs use its tables
+    from scalax.rules import catalogue  # imported late, because few programs use its tables
 
-    distinct = {id(answer): answer for answer in decisions}.values()
-    used = {(_key(rule), number) for answer in distinct for rule, number in answer.clauses}
+    distinct_decisions = {id(decision): decision for decision in decisions}.values()
+    used = {(_key(rule), index) for decision in distinct_decisions for rule, index in decision.clauses}
     unused: list[Clause] = []
     shadowed: list[Clause] = []
-    asked: dict[Any, tuple[ShardingRule, list[list[str] | None]]] = {}
-    for rule, parameters in _nested(rules):
-        asked.setdefault(_key(rule), (rule, []))[1].append(parameters)
-    for key, (rule, uses) in asked.items():
+    param_paths_by_rule: dict[Any, tuple[ShardingRule, list[list[str] | None]]] = {}
+    for rule, param_paths in _all_rules(rules):
+        param_paths_by_rule.setdefault(_key(rule), (rule, []))[1].append(param_paths)
+    for key, (rule, uses) in param_paths_by_rule.items():
         patterns = _patterns(rule)
         params = [path for use in uses for path in use or ()]
-        outside = None in uses
-        rows = [
-            (path, answer)
-            for path, answer in zip(seen, decisions, strict=True)
+        is_used_directly = None in uses
+        leaves = [
+            (path, decision)
+            for path, decision in zip(paths, decisions, strict=True)
             # A rule used for both params and optimizer state does not see the paths of the state.
-            if outside and not (params and OptimizerStateShardingRule.__name__ in answer.origin)
+            if is_used_directly and not (params and OptimizerStateShardingRule.__name__ in decision.origin)
         ]
-        for number, pattern in enumerate(patterns):
-            # The tables of the catalogue are for many models: most of their rows are idle in each.
-            if (key, number) in used or clause_text((rule, number)) in catalogue.REGEXES:
+        for index, pattern in enumerate(patterns):
+            # The tables of the catalogue are for many models, so most of their regexes are unused in each.
+            if (key, index) in used or clause_text((rule, index)) in catalogue.REGEXES:
                 continue
             # The paths of a state do not show which parameter a leaf belongs to, and may lack parameters.
-            mine = [path for path in params if re.search(pattern, path)]
-            if any(not any(re.search(earlier, path) for earlier in patterns[:number]) for path in mine):
+            matching_params = [path for path in params if re.search(pattern, path)]
+            earlier_patterns = patterns[:index]
+            if any(not any(re.search(p, path) for p in earlier_patterns) for path in matching_params):
                 continue
-            hits = [answer for path, answer in rows if re.search(pattern, path)]
-            if not hits and not mine:
-                unused.append((rule, number))
+            matching_decisions = [decision for path, decision in leaves if re.search(pattern, path)]
+            if not matching_decisions and not matching_params:
+                unused.append((rule, index))
                 continue
-            nested = isinstance(rule, TreePathShardingRule) and isinstance(
-                rule.rules[number][1], ShardingRule
+            is_nested = isinstance(rule, TreePathShardingRule) and isinstance(
+                rule.rules[index][1], ShardingRule
             )
-            # No rule decides about arrays of one element. A nested rule may have had no answer.
-            others = [
-                answer
-                for answer in hits
-                if answer.reason != ONE_ELEMENT
-                and (not nested or any(owner == rule and clause < number for owner, clause in answer.clauses))
+            # Arrays of one element do not count, because no rule decides about them. If the clause has a
+            # rule, only an earlier clause shadows it: otherwise that rule may have had no answer.
+            shadowing = [
+                decision
+                for decision in matching_decisions
+                if decision.reason != ONE_ELEMENT
+                and (not is_nested or any(owner == rule and i < index for owner, i in decision.clauses))
             ]
-            if others or mine:
-                shadowed.append((rule, number))
+            if shadowing or matching_params:
+                shadowed.append((rule, index))
     return unused, shadowed
 
 
 def _key(rule: ShardingRule) -> Any:
-    """The rule as a key of a dict; one that holds a user's rule may have no hash, and is told by its id."""
+    """Returns a dict key for a rule: its id if it has no hash, because it contains a user's rule."""
     try:
         hash(rule)
     except TypeError:
@@ -235,16 +244,20 @@ def _key(rule: ShardingRule) -> Any:
     return rule
 
 
-def _nested(
+def _all_rules(
     rules: Iterable[Rule], params: list[str] | None = None
 ) -> Iterator[tuple[ShardingRule, list[str] | None]]:
-    """Every rule and the rules inside, with the paths of parameters; None outside of optimizer states."""
+    """Yields every rule, nested ones included, with the paths of the parameters that it decides about.
+
+    The paths are None for a rule outside an `OptimizerStateShardingRule`.
+    """
     for rule in rules:
         if isinstance(rule, OptimizerStateShardingRule):
-            for section in rule.sections:
+            for group in rule.param_groups:
                 # No rule decides about arrays of one element.
-                leaves = zip(section.paths, section.shapes, strict=True)
-                yield from _nested([section.rule], [path for path, shape in leaves if math.prod(shape) != 1])
+                leaves = zip(group.paths, group.shapes, strict=True)
+                paths = [path for path, shape in leaves if math.prod(shape) != 1]
+                yield from _all_rules([group.rule], paths)
         elif isinstance(rule, ShardingRule):
             yield rule, params
-            yield from _nested(rule.parts, params)
+            yield from _all_rules(rule.parts, params)

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from scalax.custom_op._layout import FactorLayout
-from scalax.custom_op._rule import FactorMap, match_rule, read_rule
+from scalax.custom_op._rule import FactorMap, match_rule, parse_rule
 
 P = PartitionSpec
 SIZES = {'x': 2, 'y': 4, 'z': 3}
@@ -17,7 +17,7 @@ SIZES = {'x': 2, 'y': 4, 'z': 3}
 def fit_of(
     text: str, *shapes: tuple[int, ...], results: tuple[tuple[int, ...], ...], **options: tuple[str, ...]
 ) -> FactorMap:
-    rule = read_rule(text, options.get('reduction_factors', ()), options.get('need_replication_factors', ()))
+    rule = parse_rule(text, options.get('reduction_factors', ()), options.get('need_replication_factors', ()))
     operands = {f'operand {i}': jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes)}
     returned = {f'result {i}': jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(results)}
     return match_rule(rule, 'op', operands, returned)

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax.errors import IndivisibleWarning, RuleError, ShardingError
-from scalax.rules._combine import fill_free, unused_part
+from scalax.rules._combine import fill_free_dims, without_occupied
 from scalax.rules._rule import ConstantRule, FirstAnswer
 from scalax.sharding import (
     FSDPShardingRule,
@@ -189,7 +189,7 @@ def test_scalars_are_answered_by_regexes():
     ],
 )
 def test_fill(below, above, rank, expected):
-    assert fill_free(below, unused_part(below, above, rank)) == expected
+    assert fill_free_dims(below, without_occupied(below, above, rank)) == expected
 
 
 # --- Dimensions that do not divide ------------------------------------------------------------------

@@ -104,23 +104,24 @@ def test_what_is_below_a_parameter_is_left_to_another_rule():
     assert either.apply(state)['mu']['kernel'] == {'q': P('fsdp', None), 'scale': P('fsdp', None)}
 
 
+NO_PARAMETER = 'its path does not end with the path of a parameter'
 LARGE = {'layers': [{'w': struct(64, 64)}, {'w': struct(4096, 4096)}], 'b': struct(64)}
 
 
 @pytest.mark.parametrize(
     ('params', 'path', 'leaf', 'detail'),
     [
-        (LARGE, '0/mu/new', struct(4096, 4096), 'its path ends with no parameter path'),
-        ({'n': struct(8, 16), 'm': struct(8)}, 'nu', struct(8, 16), 'its path ends with no parameter path'),
+        (LARGE, '0/mu/new', struct(4096, 4096), NO_PARAMETER),
+        ({'n': struct(8, 16), 'm': struct(8)}, 'nu', struct(8, 16), NO_PARAMETER),
         (
             [struct(64, 64), struct(4096, 4096)],
             'mu/1',
             struct(4096, 2048),
-            "the parameter '1' has shape [4096, 4096]: this is no copy, no stack of copies, and not some of "
-            'its dimensions',
+            "the parameter '1' has shape [4096, 4096]; this is neither a copy, nor a stack of copies, nor a "
+            'subset of its dimensions',
         ),
-        (LARGE, '0/mu/flat', struct(2**20), 'its path ends with no parameter path'),
-        (LARGE, '0/mu/codes', struct(2**20, dtype='int8'), 'its path ends with no parameter path'),
+        (LARGE, '0/mu/flat', struct(2**20), NO_PARAMETER),
+        (LARGE, '0/mu/codes', struct(2**20, dtype='int8'), NO_PARAMETER),
     ],
 )
 def test_params_that_fit_in_part_are_an_error(params, path, leaf, detail):
@@ -390,7 +391,7 @@ def test_rules_are_values(rule):
         assert hash(same) == hash(rule)
         assert repr(same) == repr(rule)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        rule.sections = ()
+        rule.param_groups = ()
     assert rule.is_pure
 
 

@@ -519,8 +519,8 @@ def test_a_memory_kind_is_an_error(helper):
         [problem] = error.value.problems
         assert (problem.kind, problem.detail, problem.hint) == (
             'memory-kind',
-            "a constraint moves no value to 'pinned_host': JAX drops the memory kind of one",
-            'give a rule without a memory kind here, and move arrays outside, or by out_shardings.',
+            "a constraint cannot move a value to 'pinned_host': JAX ignores its memory kind",
+            'give a rule without a memory kind here, and move arrays outside, or with out_shardings.',
         )
     here = host.with_memory_kind('device')
     assert_lies(helper.sjit(lambda x: with_sharding_constraint(x, here))(x), helper, P('a'), x)

@@ -96,7 +96,7 @@ def test_keys_of_equal_rules_are_equal():
 
 def differ(place, has):
     return (
-        'the rules do not have the structure of the tree, which has, where they differ:\n'
+        'the rules do not match the structure of the tree. Where they differ, the tree has:\n'
         f'  {place}: {has}\n'
         'What to do: give one rule for each subtree there, or one for all (in sjit, None leaves it to the '
         'compiler). Regexes on paths are for TreePathShardingRule((regex, rule), ...).'
