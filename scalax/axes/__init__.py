@@ -1,8 +1,8 @@
-"""Named axes: a mapping of logical axis names to mesh axes, given once, usable everywhere.
+"""Named axes: one mapping of logical axis names to mesh axes, active in a context.
 
-A mapping has the meaning that `LogicalAxisShardingRule` gives it. It is active in a context, inside and
-outside of compiled functions, and can be queried. Arrays name their dimensions themselves (flax's boxes and
-variables, haliax's NamedArrays) or are named where they are sharded: ``shard(x, 'batch embed')``.
+`LogicalAxisShardingRule` defines the meaning of a mapping. A mapping is active inside and outside compiled
+functions, and can be queried. Arrays name their dimensions themselves (flax's boxes and variables, haliax's
+NamedArrays), or `shard` names them: ``shard(x, 'batch embed')``.
 """
 
 from scalax.axes._mapping import AxisMapping, ResourceMapping, axis_mapping

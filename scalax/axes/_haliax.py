@@ -1,4 +1,4 @@
-"""The mapping of haliax, which haliax's own operations read, inside functions that scalax compiles."""
+"""The active mapping as haliax's, for haliax operations inside functions that scalax compiles."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def haliax_mapping(
     """Returns a context in which haliax's operations shard their results by a mapping of scalax.
 
     The layers of haliax (``haliax.nn``), its random numbers, ``hax.shard`` and ``hax.auto_sharded`` read the
-    mapping of ``hax.axis_mapping`` and the mesh in force.
+    mapping of ``hax.axis_mapping`` and the active mesh.
 
-    The context does nothing where haliax is not imported, and where haliax cannot apply the mapping: haliax
+    The context does nothing if haliax is not imported, or if haliax cannot apply the mapping: haliax
     supports Auto axes only, and does not skip a mesh axis that an array already uses.
 
     Args:
-        mapping: the mapping that is active.
+        mapping: the active mapping.
         mesh: the mesh that the function is compiled for.
-        call: the function, to be traced in the context. A mapping of two names to one mesh axis is fine
-            unless one array has both, which only a trace can tell.
+        call: the function. It is traced to find out whether one array has two names that map to the same
+            mesh axis.
     """
     partitioning = sys.modules.get('haliax.partitioning')
     if partitioning is None or mapping is None or mesh is None:
@@ -41,7 +41,7 @@ def haliax_mapping(
         return contextlib.nullcontext()
     entries = {}
     for name, _ in mapping.axis_mapping:
-        # A haliax axis may have any text as its name; a plain string would be parsed as a pattern.
+        # The name of a haliax axis may be any text, but a plain string would be parsed as a pattern.
         entry = physical_axis_name(SimpleNamespace(name=name, size=1), mapping, mesh=mesh)
         if entry is not None:
             entries[name] = entry
@@ -52,14 +52,14 @@ def haliax_mapping(
 
 
 def _repeats_a_mesh_axis(call: Callable[[], Any], context: contextlib.AbstractContextManager[Any]) -> bool:
-    """Whether haliax names one mesh axis for two dimensions of an array, somewhere in a function."""
+    """Whether haliax uses one mesh axis for two dimensions of an array anywhere in a function."""
 
-    def traced() -> None:
+    def call_in_context() -> None:
         with context:
             call()
 
     try:
-        jax.eval_shape(traced)
+        jax.eval_shape(call_in_context)
     except Exception as error:
         if error_texts.repeats_a_mesh_axis(error):
             return True

@@ -1,4 +1,4 @@
-"""The mapping and the mesh in force, and patterns that name dimensions."""
+"""The active mapping and mesh, and the patterns that name dimensions."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ AxisMapping = ResourceMapping | Sequence[tuple[str, Entry]] | LogicalAxisShardin
 
 @contextlib.contextmanager
 def axis_mapping(mapping: AxisMapping, merge: bool = False, **names: Entry) -> Iterator[None]:
-    """A context in which a mapping of logical axes to mesh axes is active, in this thread.
+    """Context in which a mapping of logical axes to mesh axes is active, in this thread.
 
     Args:
-        mapping: logical axis name -> mesh axis, a tuple of them, or None; a name that is missing stands for
-            dimensions that are not sharded. A `LogicalAxisShardingRule` brings its names by path and its
-            strictness with it.
+        mapping: logical axis name -> mesh axis, a tuple of them, or None. Dimensions of other names are not
+            sharded. With a `LogicalAxisShardingRule`, its `axis_names` and `strict` apply too.
         merge: add to the mapping that is active outside, instead of replacing it. For a name that both have,
-            the *inner* one counts. (In haliax the outer one does.)
+            the *inner* mapping takes precedence. (In haliax the outer one does.)
         **names: more names by keyword: logical axis name = mesh axis. They override *mapping*.
 
     Raises:
@@ -52,42 +51,46 @@ def axis_mapping(mapping: AxisMapping, merge: bool = False, **names: Entry) -> I
     checked_flag('merge', merge)
     inner, outer = as_rule(mapping), active_helper.current_mapping()
     if names:
-        inner = merged(dataclasses.replace(as_rule(names), strict=inner.strict), inner)
-    with active_helper.activate_mapping(merged(inner, outer) if merge and outer is not None else inner):
+        inner = merge_mappings(dataclasses.replace(as_rule(names), strict=inner.strict), inner)
+    if merge and outer is not None:
+        inner = merge_mappings(inner, outer)
+    with active_helper.activate_mapping(inner):
         yield
 
 
 def as_rule(mapping: AxisMapping) -> LogicalAxisShardingRule:
-    """A mapping as a rule. Dimensions of other names, or without names, are not sharded."""
+    """Converts a mapping to a rule. Dimensions with other names, or without names, are not sharded."""
     if isinstance(mapping, LogicalAxisShardingRule):
         return mapping
     return LogicalAxisShardingRule(mapping, strict=False)
 
 
-def merged(inner: LogicalAxisShardingRule, outer: LogicalAxisShardingRule) -> LogicalAxisShardingRule:
-    """The pairs of both; of *outer* those alone whose names *inner* does not have."""
-    known = {name for name, _ in inner.axis_mapping}
+def merge_mappings(inner: LogicalAxisShardingRule, outer: LogicalAxisShardingRule) -> LogicalAxisShardingRule:
+    """Returns the pairs of *inner*, and the pairs of *outer* with other names."""
+    names = {name for name, _ in inner.axis_mapping}
     return dataclasses.replace(
         inner,
-        axis_mapping=(*inner.axis_mapping, *(pair for pair in outer.axis_mapping if pair[0] not in known)),
+        axis_mapping=(*inner.axis_mapping, *(pair for pair in outer.axis_mapping if pair[0] not in names)),
         axis_names=(*inner.axis_names, *outer.axis_names),
         strict=inner.strict and outer.strict,
     )
 
 
 def active_mapping(mapping: AxisMapping | None) -> LogicalAxisShardingRule | None:
-    """The mapping given, or else the active one."""
+    """Returns *mapping* as a rule, or the active mapping if it is None."""
     return active_helper.current_mapping() if mapping is None else as_rule(mapping)
 
 
 def active_mesh(mesh: Any) -> Mesh | AbstractMesh | None:
-    """The mesh given, or that of the active helper, or that of ``jax.set_mesh``; None without any.
+    """Returns *mesh*, or else the mesh of the active helper, or that of ``jax.set_mesh``.
+
+    Returns None without any mesh.
 
     Raises:
         MeshError: *mesh* is not a mesh or a helper.
     """
     if mesh is not None:
-        mesh = getattr(mesh, 'mesh', mesh)  # a helper
+        mesh = getattr(mesh, 'mesh', mesh)  # of a helper
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise MeshError(f'mesh is a Mesh, an AbstractMesh or a MeshShardingHelper, got {mesh!r}')
         return mesh
@@ -98,25 +101,25 @@ def active_mesh(mesh: Any) -> Mesh | AbstractMesh | None:
     return None if ambient.empty else ambient
 
 
-def required_mesh(mesh: Any, what: str) -> Mesh | AbstractMesh:
-    """The mesh in force; raises MeshError if there is none, for *what*."""
-    found = active_mesh(mesh)
-    if found is None:
+def required_mesh(mesh: Any, function: str) -> Mesh | AbstractMesh:
+    """Returns the active mesh (see `active_mesh`); raises MeshError for *function* if there is none."""
+    result = active_mesh(mesh)
+    if result is None:
         raise MeshError(
-            f'{what} needs a mesh, and none is active: call it inside sjit or `with helper.get_context():`, '
-            'or pass mesh=helper.mesh'
+            f'{function} needs a mesh, and none is active: call it inside sjit or '
+            '`with helper.get_context():`, or pass mesh=helper.mesh'
         )
-    return found
+    return result
 
 
 def dimensions_of(axes: Any) -> tuple[Pattern, str]:
     """Returns the named dimensions as a pattern, and as the text that messages show.
 
-    A string is a pattern. A haliax axis, or a key of a dict of names and sizes, is the name of one dimension,
-    whatever text it is.
+    A string is a pattern. The name of a haliax axis, and a key of a dict of names and sizes, name one
+    dimension and may be any text.
 
     Raises:
-        RuleError: neither a pattern, nor haliax axes, nor a sequence of these, nor such a dict.
+        RuleError: *axes* is neither a pattern, nor haliax axes, nor a sequence of these, nor such a dict.
     """
     if isinstance(axes, str):
         return parse(axes), axes
@@ -139,10 +142,7 @@ def dimensions_of(axes: Any) -> tuple[Pattern, str]:
 
 
 def is_shape_dict(value: Any) -> bool:
-    """Whether a value is a dict of dimension names and sizes; as in haliax, a size may be None.
-
-    The dict of a scalar, which has no dimensions, is empty.
-    """
+    """Whether a value is a dict of dimension names and sizes, which may be None as in haliax."""
     return isinstance(value, Mapping) and all(
         isinstance(name, str) and isinstance(size, Size | None) for name, size in value.items()
     )

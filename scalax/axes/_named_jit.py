@@ -1,4 +1,4 @@
-"""`named_jit`: compiled functions whose arrays are sharded by the names of their dimensions."""
+"""`named_jit` and `fsdp`, which compile functions whose arrays are sharded by named dimensions."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from scalax.axes._static import (
 from scalax.errors import ArgumentError, MeshError, RuleError, did_you_mean
 from scalax.rules import LogicalAxisShardingRule, ShardingRule
 
-Given = ParamSpec('Given')
+Params = ParamSpec('Params')
 Result = TypeVar('Result')
 Resources = AxisMapping | ShardingRule | None
 
 
 class FsdpOptions(JitOptions, total=False):
-    """The options of `fsdp` that are given by name."""
+    """The keyword-only options of `fsdp`."""
 
     donate_args: Any
     donate_kwargs: Any
@@ -48,7 +48,7 @@ class FsdpOptions(JitOptions, total=False):
 
 
 class NamedJitOptions(FsdpOptions, total=False):
-    """The options of `named_jit` that are given by name."""
+    """The keyword-only options of `named_jit`."""
 
     in_axis_resources: Resources
     out_axis_resources: Resources
@@ -56,14 +56,14 @@ class NamedJitOptions(FsdpOptions, total=False):
 
 @overload
 def named_jit(
-    fn: Callable[Given, Result],
+    fn: Callable[Params, Result],
     axis_resources: AxisMapping | None = None,
     **options: Unpack[NamedJitOptions],
-) -> NamedJitFunction[Given, Result]: ...
+) -> NamedJitFunction[Params, Result]: ...
 @overload
 def named_jit(
     fn: None = None, axis_resources: AxisMapping | None = None, **options: Unpack[NamedJitOptions]
-) -> Callable[[Callable[Given, Result]], NamedJitFunction[Given, Result]]: ...
+) -> Callable[[Callable[Params, Result]], NamedJitFunction[Params, Result]]: ...
 def named_jit(
     fn: Callable[..., Any] | None = None,
     axis_resources: AxisMapping | None = None,
@@ -77,19 +77,19 @@ def named_jit(
 ) -> Any:
     """Compiles a function whose arrays are sharded by the names of their dimensions.
 
-    Arguments may be any trees: arrays (of JAX and of numpy) are data, everything else in them is part of the
-    compiled program. So are *fn* itself, which may be a module or its method, and what it returns.
+    Arguments may be any trees: JAX and numpy arrays are data, and everything else is part of the compiled
+    program. The same holds for outputs, and for *fn*, which may be a module or its method.
 
     Args:
         fn: the function; without it a decorator is returned.
         axis_resources: the mapping that is active inside; by default the one that is active at the call.
-        in_axis_resources: the mapping, or any rule, by which arguments are sharded first; what names no
-            dimensions stays where it is, as all arguments do by default.
-        out_axis_resources: the same for outputs; by default `axis_resources`. What names no dimensions is
-            left to the compiler.
-        donate_args: True, or a prefix of the tuple of positional arguments with booleans: whose buffers may
-            be used for outputs. A function in place of a boolean is called with each array and returns one.
-            Arguments after a shorter prefix are not donated.
+        in_axis_resources: the mapping, or any rule, that arguments are sharded by before the call. Arguments
+            that do not name their dimensions stay where they are. By default all arguments do.
+        out_axis_resources: the same for outputs; by default `axis_resources`. Outputs that do not name their
+            dimensions are left to the compiler.
+        donate_args: whose buffers may be used for outputs: True, or a prefix of the tuple of positional
+            arguments with booleans. A function in place of a boolean is called with each array and returns
+            a boolean. Arguments after a shorter prefix are not donated.
         donate_kwargs: the same for the dict of keyword arguments.
         mesh: a mesh or helper; by default, at the call, that of the active helper or of ``jax.set_mesh``.
         **jit_kwargs: options of ``jax.jit``, such as ``keep_unused``; None stands for JAX's default.
@@ -98,12 +98,12 @@ def named_jit(
         A function with the name and the documentation of *fn*, and ``lower``.
 
     Raises:
-        ArgumentError: leaves that are not arrays and cannot be hashed; all of them are named. Or an option of
-            `MeshShardingHelper.sjit` that names arguments, such as ``batch_argnums``. Or donations of another
-            form, or of a keyword that the function does not have.
-        MeshError: there is something to shard by, and no mesh.
-        RuleError: resources that are neither a mapping nor a rule.
-        ShardingError: arrays that do not fit their names or the mesh; all of them are named.
+        ArgumentError: leaves that are not arrays cannot be hashed; the message names all of them. Or an
+            option of `MeshShardingHelper.sjit` that names arguments, such as ``batch_argnums``. Or donations
+            are invalid, or name a keyword that the function does not have.
+        MeshError: there is a mapping or a rule, and no mesh.
+        RuleError: resources are neither a mapping nor a rule.
+        ShardingError: arrays do not fit their names or the mesh; the message names all of them.
 
     Example:
         >>> import jax.numpy as jnp
@@ -116,23 +116,23 @@ def named_jit(
         ...     doubled(jnp.ones((16, 3))).sharding.spec
         P('data',)
     """
-    # They are about the arguments of the function that is compiled, which are others.
-    if wrong := sorted(jit_kwargs.keys() & {field.name for field in dataclasses.fields(Options)}):
+    # These options refer to the arguments of the compiled function, which differ from those of *fn*.
+    if rejected := sorted(jit_kwargs.keys() & {field.name for field in dataclasses.fields(Options)}):
         raise ArgumentError(
-            f'named_jit does not take {", ".join(wrong)}\n'
+            f'named_jit does not take {", ".join(rejected)}\n'
             'What to do: compile with helper.sjit, which does. In named_jit, everything but arrays is '
             'static, and donate_args and donate_kwargs choose what is donated.'
         )
-    own = NamedJitOptions.__annotations__.keys() - JitOptions.__annotations__.keys()
-    reject_unknown_options('named_jit', jit_kwargs, ['axis_resources', *sorted(own)])
+    own_options = NamedJitOptions.__annotations__.keys() - JitOptions.__annotations__.keys()
+    reject_unknown_options('named_jit', jit_kwargs, ['axis_resources', *sorted(own_options)])
 
-    def compiled(fn: Callable[..., Any]) -> NamedJitFunction[..., Any]:
+    def decorator(fn: Callable[..., Any]) -> NamedJitFunction[..., Any]:
         if not callable(fn):
             raise ArgumentError(
                 f'named_jit takes a function first, got {type(fn).__name__}: '
                 'a mapping is axis_resources={...}'
             )
-        shared = _Shared(
+        config = _Config(
             None if axis_resources is None else as_rule(axis_resources),
             _rule_of(in_axis_resources, 'in_axis_resources'),
             _rule_of(out_axis_resources, 'out_axis_resources'),
@@ -140,36 +140,36 @@ def named_jit(
             mesh,
             {name: value for name, value in jit_kwargs.items() if value is not None},
         )
-        return NamedJitFunction(fn, shared)
+        return NamedJitFunction(fn, config)
 
-    return compiled if fn is None else compiled(fn)
+    return decorator if fn is None else decorator(fn)
 
 
 @overload
 def fsdp(
-    fn: Callable[Given, Result],
+    fn: Callable[Params, Result],
     parameter_mapping: Resources,
     compute_mapping: AxisMapping | None,
     **options: Unpack[FsdpOptions],
-) -> NamedJitFunction[Given, Result]: ...
+) -> NamedJitFunction[Params, Result]: ...
 @overload
 def fsdp(
     parameter_mapping: Resources, compute_mapping: AxisMapping | None, **options: Unpack[FsdpOptions]
-) -> Callable[[Callable[Given, Result]], NamedJitFunction[Given, Result]]: ...
+) -> Callable[[Callable[Params, Result]], NamedJitFunction[Params, Result]]: ...
 def fsdp(*args: Any, **kwargs: Any) -> Any:
-    """FSDP by named axes: what goes in and comes out is sharded as parameters are stored.
+    """Compiles a function for FSDP by named axes: arguments and outputs have the sharding of parameters.
 
     ``fsdp(fn, parameter_mapping, compute_mapping)``, or without *fn* as a decorator, is
     ``named_jit(fn, compute_mapping, in_axis_resources=parameter_mapping,
     out_axis_resources=parameter_mapping)``.
 
     Args:
-        *args: *fn*, unless a decorator is wanted; *parameter_mapping*, the mapping by which parameters are
-            stored, or any rule; *compute_mapping*, the mapping that is active inside.
+        *args: *fn*, unless `fsdp` is used as a decorator; *parameter_mapping*, the mapping for stored
+            parameters, or any rule; *compute_mapping*, the mapping that is active inside.
         **kwargs: these three by name, and the options of `named_jit`.
 
     Raises:
-        ArgumentError: a mapping is missing or passed twice; or an option that a mapping stands for.
+        ArgumentError: a mapping is missing or passed twice; or an option of `named_jit` that the mappings set.
 
     Example:
         >>> import jax.numpy as jnp
@@ -184,14 +184,14 @@ def fsdp(*args: Any, **kwargs: Any) -> Any:
     """
     takes_function = bool(args) and (args[0] is None or _is_function(args[0]))
     names = ('fn', *_FSDP_MAPPINGS) if takes_function else _FSDP_MAPPINGS
-    if 'param_mapping' in kwargs and 'parameter_mapping' not in kwargs:  # a name of earlier versions
+    if 'param_mapping' in kwargs and 'parameter_mapping' not in kwargs:  # the name in earlier versions
         kwargs['parameter_mapping'] = kwargs.pop('param_mapping')
     positional = dict(zip(names, args, strict=False))
     problems = [
         *([f'{len(args)} positional arguments'] if len(args) > len(names) else []),
         *(f'{name} twice' for name in names if name in positional and name in kwargs),
         *(f'no {name}' for name in _FSDP_MAPPINGS if name not in positional and name not in kwargs),
-        *(f'{name}, for which {source} stands' for name, source in _FSDP_RESOURCES.items() if name in kwargs),
+        *(f'{name}, which {source} sets' for name, source in _FSDP_RESOURCES.items() if name in kwargs),
     ]
     if problems:
         raise ArgumentError(
@@ -224,35 +224,44 @@ def _is_function(value: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Shared:
-    """What all calls of a function share: the rules, what is donated (by part), and where it runs."""
+class _Config:
+    """The options of a `NamedJitFunction`.
+
+    Attributes:
+        mapping: the mapping that is active inside; None for the mapping that is active at the call.
+        in_rule: the rule for arguments.
+        out_rule: the rule for outputs.
+        donated: `donate_args` and `donate_kwargs`, as ``'args'`` and ``'kwargs'``.
+        mesh: the mesh or helper; None for the one that is active at the call.
+        jit_kwargs: the options of ``jax.jit``.
+    """
 
     mapping: LogicalAxisShardingRule | None
-    inputs: ShardingRule | None
-    outputs: ShardingRule | None
+    in_rule: ShardingRule | None
+    out_rule: ShardingRule | None
     donated: Mapping[str, Any]
     mesh: Any
     jit_kwargs: Mapping[str, Any]
 
 
-class NamedJitFunction(Generic[Given, Result]):
-    """What `named_jit` returns: a function of `sjit` for each mesh and mapping that it is called under."""
+class NamedJitFunction(Generic[Params, Result]):
+    """The result of `named_jit`: one `sjit` function for each mesh and mapping that it is called under."""
 
-    # Slots: functools.wraps of other libraries copies what is in ``__dict__``.
-    __slots__ = ('__dict__', '__weakref__', '_fn', '_known', '_name', '_shared')
+    # Slots, because functools.wraps in other libraries copies ``__dict__``.
+    __slots__ = ('__dict__', '__weakref__', '_compiled_functions', '_config', '_fn', '_name')
 
-    __qualname__: str  # of the function that it was made of, as all that `functools.wraps` gives
+    __qualname__: str  # of *fn*, like all attributes that `functools.update_wrapper` copies
 
-    def __init__(self, fn: Callable[..., Any], shared: _Shared) -> None:
+    def __init__(self, fn: Callable[..., Any], config: _Config) -> None:
         functools.update_wrapper(self, fn, updated=())
-        self._name, self._shared = name_of(fn), shared
-        if isinstance(shared.donated['kwargs'], Mapping):
-            self._check_keywords(CallSignature(fn), shared.donated['kwargs'])
+        self._name, self._config = name_of(fn), config
+        if isinstance(config.donated['kwargs'], Mapping):
+            self._check_keywords(CallSignature(fn), config.donated['kwargs'])
         if inspect.ismethod(fn):
             # The arrays of the object are data. JAX would compare the bound method by identity.
             fn = jax.tree_util.Partial(fn.__func__, fn.__self__)
         self._fn = fn
-        self._known: LRUCache[Any, Any] = LRUCache()
+        self._compiled_functions: LRUCache[Any, Any] = LRUCache()
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -260,115 +269,116 @@ class NamedJitFunction(Generic[Given, Result]):
     def __reduce__(self) -> str:
         return self.__qualname__
 
-    def __call__(self, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def __call__(self, /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
         """Runs the compiled function."""
-        compiled, operands = self._prepared(args, kwargs)
+        compiled, operands = self._prepare(args, kwargs)
         try:
             return combine(*compiled(*operands))
-        except TypeError:  # may be JAX's about a ShapeDtypeStruct, with the parameter names of `body`
+        except TypeError:  # JAX's error about a ShapeDtypeStruct would have the parameter names of `body`
             reject_structs({'args': args, 'function': self._fn, 'kwargs': kwargs}, self._name)
             raise
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit(...).lower`` of the compiled function of such a call."""
-        compiled, operands = self._prepared(args, kwargs)
+        compiled, operands = self._prepare(args, kwargs)
         return compiled.lower(*operands)
 
-    def _prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-        """The compiled function of a call, and its operands (`_Call`)."""
-        whole = {'args': args, 'function': self._fn, 'kwargs': kwargs}
-        data, static = partition(whole)
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+        """Returns the compiled function of a call, and the operands that it takes (see `_body`)."""
+        call = {'args': args, 'function': self._fn, 'kwargs': kwargs}
+        data, static = partition(call)
         remedy = 'pass something immutable (a tuple, a frozen dataclass)'
-        require_hashable(static, whole, f'{self._name} got', remedy)
-        flags = self._donations(whole)
-        donated = tuple(flag for flag, array in zip(flags, static.arrays, strict=True) if array)
-        arrays = [keep_only(data, [flag == kept for kept in donated]) for flag in (True, False)]
-        return self._compiled(len(args), frozenset(kwargs)), (_Call(static, donated), *arrays)
+        require_hashable(static, call, f'{self._name} got', remedy)
+        is_donated = self._donations(call)
+        donated = tuple(flag for flag, array in zip(is_donated, static.is_array, strict=True) if array)
+        arrays = [keep_only(data, [flag == donates for flag in donated]) for donates in (True, False)]
+        return self._compile(len(args), frozenset(kwargs)), (_StaticCall(static, donated), *arrays)
 
     def _check_keywords(self, signature: CallSignature, donated: Mapping[str, Any]) -> None:
         """Raises ArgumentError about donated keywords that the function does not have."""
-        known = dict.fromkeys([*signature.positional, *signature.keyword_only, *signature.wrapped_names])
-        unknown = [name for name in donated if name not in known]
+        names = dict.fromkeys([*signature.positional, *signature.keyword_only, *signature.wrapped_names])
+        unknown = [name for name in donated if name not in names]
         if unknown and signature.keywords is None:
             raise ArgumentError(
                 f'donate_kwargs of {self._name}: there is no argument {unknown[0]!r} '
-                f'({did_you_mean(str(unknown[0]), known)})'
+                f'({did_you_mean(str(unknown[0]), names)})'
             )
 
-    def _donations(self, whole: dict[str, Any]) -> list[bool]:
-        """Whether each leaf of a call is donated."""
-        flags: list[bool] = []
-        for part, tree in whole.items():
-            asked = self._shared.donated.get(part)
-            prefix = asked
-            if part == 'kwargs' and isinstance(asked, Mapping):
-                prefix = {name: asked.get(name) for name in tree}
-            elif part == 'args' and isinstance(asked, tuple | list):
-                prefix = (*asked, *[None] * (len(tree) - len(asked)))
+    def _donations(self, call: dict[str, Any]) -> list[bool]:
+        """Returns whether each leaf of a call is donated."""
+        is_donated: list[bool] = []
+        for part, tree in call.items():
+            option = self._config.donated.get(part)
+            prefix = option
+            if part == 'kwargs' and isinstance(option, Mapping):
+                prefix = {name: option.get(name) for name in tree}
+            elif part == 'args' and isinstance(option, tuple | list):
+                prefix = (*option, *[None] * (len(tree) - len(option)))
             prefix = jax.tree.map(
                 lambda flag: False if flag is None else flag, prefix, is_leaf=lambda flag: flag is None
             )
             form = (
                 f'donate_{part} of {self._name} is True, or a prefix of the {part} with booleans or functions'
             )
-            wrong = f'{form}; got {asked!r}'
+            message = f'{form}; got {option!r}'
             for flag in jax.tree.leaves(prefix):
                 if not isinstance(flag, bool | np.bool_) and not callable(flag):
-                    raise ArgumentError(f'{wrong}. Positions and names are for jax.jit.')
+                    raise ArgumentError(f'{message}. Positions and names are for jax.jit.')
             try:
-                leaf_flags = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
+                flags = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
             except ValueError as error:
-                raise ArgumentError(f'{wrong}. JAX reports: {error}') from None
-            for flag, leaf in zip(leaf_flags, jax.tree.leaves(tree), strict=True):
-                flags.append(bool(is_array(leaf) and flag(leaf) if callable(flag) else flag))
-        return flags
+                raise ArgumentError(f'{message}. JAX reports: {error}') from None
+            for flag, leaf in zip(flags, jax.tree.leaves(tree), strict=True):
+                is_donated.append(bool(is_array(leaf) and flag(leaf) if callable(flag) else flag))
+        return is_donated
 
-    def _compiled(self, args: int, kwargs: frozenset[str]) -> Any:
-        """The compiled function for so many arguments, and the mesh and the mapping that are in force."""
-        mapping = self._shared.mapping or active_mapping(None)
-        out = self._shared.outputs or _rule_of(mapping)
-        place = _place_of(self._shared.mesh)
-        key = place, mapping, args, kwargs
-        known = self._known.get(key)
-        if known is not None:
-            return known
-        body = self._body(mapping, None if place is None else place.mesh)
-        rule = self._shared.inputs
-        inputs: Any = None
-        if rule is not None:
-            # The rule once for every argument, so that leaf paths start inside of each.
-            by_name = dict.fromkeys(sorted(kwargs), rule)
-            inputs = {'args': (rule,) * args, 'function': rule, 'kwargs': by_name}
-        if place is not None:
-            compiled: Any = place.sjit(
+    def _compile(self, num_args: int, keywords: frozenset[str]) -> Any:
+        """Returns the compiled function for these arguments and the active mesh and mapping."""
+        mapping = self._config.mapping or active_mapping(None)
+        out_rule = self._config.out_rule or _rule_of(mapping)
+        helper = _active_helper(self._config.mesh)
+        key = helper, mapping, num_args, keywords
+        cached = self._compiled_functions.get(key)
+        if cached is not None:
+            return cached
+        body = self._body(mapping, None if helper is None else helper.mesh)
+        in_rule = self._config.in_rule
+        in_rules: Any = None
+        if in_rule is not None:
+            # Each argument has the rule itself, so that leaf paths start inside the argument.
+            by_name = dict.fromkeys(sorted(keywords), in_rule)
+            in_rules = {'args': (in_rule,) * num_args, 'function': in_rule, 'kwargs': by_name}
+        if helper is not None:
+            compiled: Any = helper.sjit(
                 body,
-                in_shardings=None if inputs is None else (None, inputs, inputs),
-                out_shardings=None if out is None else (out, None),
+                in_shardings=None if in_rules is None else (None, in_rules, in_rules),
+                out_shardings=None if out_rule is None else (out_rule, None),
                 donate_argnums=1,
                 on_mismatch='reshard',
-                **self._shared.jit_kwargs,
+                **self._config.jit_kwargs,
             )
-        elif rule is None and out is None:
-            compiled = jax.jit(body, donate_argnums=1, **self._shared.jit_kwargs)
+        elif in_rule is None and out_rule is None:
+            compiled = jax.jit(body, donate_argnums=1, **self._config.jit_kwargs)
         else:
             raise MeshError(
                 f'{self._name} has a mapping to shard by, and no mesh is active: call it inside '
                 '`with helper.get_context():`, or give named_jit mesh=helper.mesh'
             )
-        return self._known.add(key, compiled)
+        return self._compiled_functions.add(key, compiled)
 
     def _body(
         self, mapping: LogicalAxisShardingRule | None, mesh: Mesh | AbstractMesh | None
     ) -> Callable[..., Any]:
-        def body(call: _Call, donated: Any, given: Any) -> tuple[Any, StaticPart]:
+        def body(static_call: _StaticCall, donated: Any, undonated: Any) -> tuple[Any, StaticPart]:
             def call_function() -> Any:
-                # Combined for each trace, because the function may change its arguments.
-                parts = {True: iter(jax.tree.leaves(donated)), False: iter(jax.tree.leaves(given))}
-                whole = combine([next(parts[flag]) for flag in call.donated], call.static)
-                return whole['function'](*whole['args'], **whole['kwargs'])
+                # Combined in each trace, because the function may change its arguments.
+                leaves = {True: iter(jax.tree.leaves(donated)), False: iter(jax.tree.leaves(undonated))}
+                arrays = [next(leaves[is_donated]) for is_donated in static_call.donated]
+                call = combine(arrays, static_call.static)
+                return call['function'](*call['args'], **call['kwargs'])
 
-            inside = contextlib.nullcontext() if mapping is None else active_helper.activate_mapping(mapping)
-            with inside, haliax_mapping(mapping, mesh, call_function):
+            context = contextlib.nullcontext() if mapping is None else active_helper.activate_mapping(mapping)
+            with context, haliax_mapping(mapping, mesh, call_function):
                 output = call_function()
             data, static = partition(output)
             require_hashable(static, output, f'the output of {self._name} has', 'return something immutable')
@@ -380,15 +390,15 @@ class NamedJitFunction(Generic[Given, Result]):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Call:
-    """The static part of a call, and which of its arrays are donated."""
+class _StaticCall:
+    """The static part of a call, and whether each of its arrays is donated."""
 
     static: StaticPart
     donated: tuple[bool, ...]
 
 
 def _rule_of(resources: Resources, argument: str = '') -> ShardingRule | None:
-    """The rule of a mapping. Arrays without names stay as they are, or are left to the compiler."""
+    """Converts resources to a rule that leaves arrays without names as they are, or to the compiler."""
     if resources is None:
         return None
     if not isinstance(resources, ShardingRule):
@@ -399,19 +409,19 @@ def _rule_of(resources: Resources, argument: str = '') -> ShardingRule | None:
     return resources | None if is_lenient else resources
 
 
-def _place_of(mesh: Any) -> MeshShardingHelper | None:
-    """The helper given or active, or one over the mesh in force; else None."""
+def _active_helper(mesh: Any) -> MeshShardingHelper | None:
+    """Returns *mesh* if it is a helper, or the active helper, or a helper of the active mesh; else None."""
     context = active_helper.current()
     helper = context.helper if mesh is None and context is not None else mesh
     if isinstance(helper, MeshShardingHelper):
         return helper
-    found = active_mesh(helper)
-    return None if found is None else _helper_over(found)
+    mesh = active_mesh(helper)
+    return None if mesh is None else _helper_of_mesh(mesh)
 
 
 @functools.lru_cache(maxsize=64)
-def _helper_over(mesh: Mesh | AbstractMesh) -> MeshShardingHelper:
-    if isinstance(mesh, AbstractMesh):  # constraints find out for themselves which axes are Manual
+def _helper_of_mesh(mesh: Mesh | AbstractMesh) -> MeshShardingHelper:
+    if isinstance(mesh, AbstractMesh):  # constraints detect Manual axes themselves
         types = [AxisType.Auto if kind is AxisType.Manual else kind for kind in mesh.axis_types]
         mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=tuple(types))
     return MeshShardingHelper.from_mesh(mesh)

@@ -31,15 +31,15 @@ from scalax.rules._resolve import named_sharding
 
 
 def physical_axis_name(axis: Any, mapping: AxisMapping | None = None, *, mesh: Any = None) -> Any:
-    """The mesh axis that shards dimensions of a name.
+    """Returns the mesh axis that shards the dimensions of a name.
 
     Args:
         axis: the name, or a haliax Axis.
-        mapping: by default the mapping that is active; see `axis_mapping`.
-        mesh: by default the mesh that is active, if any; its lack of an axis counts.
+        mapping: by default the active mapping; see `axis_mapping`.
+        mesh: by default the active mesh, if any; axes that it lacks are skipped.
 
     Returns:
-        A mesh axis, a tuple of several, or None for a name that is not mapped.
+        A mesh axis, a tuple of mesh axes, or None for a name that is not mapped.
 
     Raises:
         RuleError: several dimensions are named.
@@ -56,12 +56,14 @@ def physical_axis_name(axis: Any, mapping: AxisMapping | None = None, *, mesh: A
 
 
 def physical_axis_size(axis: Any, mapping: AxisMapping | None = None, *, mesh: Any = None) -> int | None:
-    """Over how many devices dimensions of a name are sharded; None for a name that is not mapped.
+    """Returns the number of devices that the dimensions of a name are sharded over.
+
+    Returns None for a name that is not mapped.
 
     Args:
         axis: the name, or a haliax Axis.
-        mapping: by default the mapping that is active; see `axis_mapping`.
-        mesh: by default the mesh that is active.
+        mapping: by default the active mapping; see `axis_mapping`.
+        mesh: by default the active mesh.
 
     Raises:
         MeshError: there is no mesh.
@@ -72,24 +74,24 @@ def physical_axis_size(axis: Any, mapping: AxisMapping | None = None, *, mesh: A
         >>> physical_axis_size('mlp', {'mlp': ('data', 'tp')}, mesh=helper)
         8
     """
-    found = required_mesh(mesh, 'physical_axis_size')
-    entry = physical_axis_name(axis, mapping, mesh=found)
-    return None if entry is None else math.prod(found.shape[name] for name in entry_axes(entry))
+    mesh = required_mesh(mesh, 'physical_axis_size')
+    entry = physical_axis_name(axis, mapping, mesh=mesh)
+    return None if entry is None else math.prod(mesh.shape[name] for name in entry_axes(entry))
 
 
 def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None) -> Any:
-    """The spec of an array with these dimensions: one entry for each, None where it is not sharded.
+    """Returns the spec of an array with these dimensions: one entry for each, None if it is unsharded.
 
     Args:
         axes: the names of the dimensions: ``'batch (heads head_dim) embed'``, haliax axes, or a dict of names
-            and sizes, which are ignored; or, as in haliax, a tree whose arrays name their dimensions, for a
-            tree of specs.
-        mapping: by default the mapping that is active; see `axis_mapping`. Without one nothing is mapped.
-        mesh: by default the mesh that is active, if any; axes that it lacks are skipped. The specs of a tree
-            have the axes of the mapping, whatever the mesh.
+            and sizes, which are ignored. Or, as in haliax, a tree whose arrays name their dimensions; the
+            result is then a tree of specs.
+        mapping: by default the active mapping; see `axis_mapping`. Without one nothing is sharded.
+        mesh: by default the active mesh, if any; axes that it lacks are skipped. The specs of a tree have
+            the axes of the mapping for every mesh.
 
     Raises:
-        RuleError: names that are not a pattern, or whose number depends on the array (``...``).
+        RuleError: the names are not a pattern, or do not determine the rank (``...``).
 
     Example:
         >>> pspec_for('batch seq embed', {'batch': ('data', 'fsdp'), 'embed': 'fsdp'})
@@ -101,13 +103,13 @@ def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None
     pattern, text = dimensions_of(axes)
     if pattern.ellipsis is not None:
         raise RuleError(f"{text!r} names any number of dimensions ('...'): name each of them")
-    rule, found = active_mapping(mapping), active_mesh(mesh)
+    rule, mesh = active_mapping(mapping), active_mesh(mesh)
     if rule is None:
         return PartitionSpec(*[None] * len(pattern.dimensions))
     rule = dataclasses.replace(rule, on_indivisible='error')
-    shape = (None,) * len(pattern.dimensions)  # divisibility is checked when there is an array
-    sizes = None if found is None else dict(found.shape)
-    decision = AxisAssignment(rule, NamedDimensions(pattern), shape, 0, REPLICATED, sizes).decide()
+    shape = (None,) * len(pattern.dimensions)  # unknown sizes, so that divisibility is not checked
+    axis_sizes = None if mesh is None else dict(mesh.shape)
+    decision = AxisAssignment(rule, NamedDimensions(pattern), shape, 0, REPLICATED, axis_sizes).decide()
     if isinstance(decision, Fault):
         raise RuleError(f'{text!r}: {decision.detail}')
     assert decision.spec is not None
@@ -115,12 +117,12 @@ def pspec_for(axes: Any, mapping: AxisMapping | None = None, *, mesh: Any = None
 
 
 def sharding_for_axis(axis: Any, mapping: AxisMapping | None = None, mesh: Any = None) -> NamedSharding:
-    """The sharding of an array with this dimension, or with these dimensions.
+    """Returns the sharding of an array with this dimension, or with these dimensions.
 
     Args:
         axis: as for `pspec_for`.
         mapping: as for `pspec_for`.
-        mesh: by default the mesh that is active.
+        mesh: by default the active mesh.
 
     Raises:
         MeshError: there is no mesh.
@@ -134,13 +136,13 @@ def sharding_for_axis(axis: Any, mapping: AxisMapping | None = None, mesh: Any =
         ...     sharding_for_axis('batch embed').spec
         P('data',)
     """
-    required = required_mesh(mesh, 'sharding_for_axis')
+    mesh = required_mesh(mesh, 'sharding_for_axis')
     if _has_arrays(axis):
         raise RuleError(
             f'sharding_for_axis is for the dimensions of one array, got a {type(axis).__name__} with arrays: '
             'pspec_for returns the spec of each array'
         )
-    return named_sharding(required, canonical(pspec_for(axis, mapping, mesh=required)))
+    return named_sharding(mesh, canonical(pspec_for(axis, mapping, mesh=mesh)))
 
 
 def round_axis_for_partitioning(
@@ -151,18 +153,18 @@ def round_axis_for_partitioning(
     size: Any = None,
     mesh: Any = None,
 ) -> Any:
-    """The axis, with its size rounded up to a multiple of the number of devices along its mesh axes.
+    """Rounds the size of an axis up to a multiple of the number of devices along its mesh axes.
 
     Args:
         axis: a haliax Axis; or the name of a dimension, with *size*; or a size.
-        name_or_mapping: the name of the dimension, if *axis* is a size. Or, as in haliax, the mapping; then a
-            size needs no name if the mapping has one name only.
-        mapping: by default the mapping that is active; see `axis_mapping`.
+        name_or_mapping: the name of the dimension, if *axis* is a size. Or, as in haliax, the mapping; a
+            size then needs no name if the mapping has only one.
+        mapping: by default the active mapping; see `axis_mapping`.
         size: the size, if *axis* is a name.
-        mesh: by default the mesh that is active.
+        mesh: by default the active mesh.
 
     Returns:
-        An Axis for an Axis, else a size. Without a mapping for the name the size stays as it is.
+        An Axis if *axis* is one, and a size otherwise. A name that is not mapped keeps its size.
 
     Raises:
         MeshError: there is no mesh.
@@ -184,20 +186,20 @@ def round_axis_for_partitioning(
             )
         mapping = name_or_mapping
     if is_axis(axis) and size is None and name is None:
-        return axis.resize(_rounded(axis.size, axis, mapping, mesh))
+        return axis.resize(_round_up(axis.size, axis, mapping, mesh))
     if isinstance(axis, str) and _is_size(size) and name is None:
-        return _rounded(int(size), axis, mapping, mesh)
+        return _round_up(int(size), axis, mapping, mesh)
     if _is_size(axis) and size is None:
-        return _rounded(int(axis), _only_name(axis, mapping) if name is None else name, mapping, mesh)
+        return _round_up(int(axis), _only_name(axis, mapping) if name is None else name, mapping, mesh)
     raise RuleError(
         "round_axis_for_partitioning takes a haliax Axis, a name and its size ('vocab', size=50257), or a "
         f"size and its name (50257, 'vocab'), got {axis!r}, {name_or_mapping!r} and size={size!r}"
     )
 
 
-def _rounded(size: int, axis: Any, mapping: AxisMapping | None, mesh: Any) -> int:
-    required = required_mesh(mesh, 'round_axis_for_partitioning')
-    devices = physical_axis_size(axis, mapping, mesh=required) or 1
+def _round_up(size: int, axis: Any, mapping: AxisMapping | None, mesh: Any) -> int:
+    mesh = required_mesh(mesh, 'round_axis_for_partitioning')
+    devices = physical_axis_size(axis, mapping, mesh=mesh) or 1
     return -(-size // devices) * devices
 
 
@@ -206,7 +208,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _only_name(size: Any, mapping: AxisMapping | None) -> Any:
-    """The name of a dimension that is rounded without a name: that of a mapping of one name."""
+    """Returns the name of a dimension that is rounded without a name, from a mapping of one name."""
     rule = active_mapping(mapping)
     names = [] if rule is None else list(dict.fromkeys(name for name, _ in rule.axis_mapping))
     if len(names) != 1:
@@ -216,16 +218,16 @@ def _only_name(size: Any, mapping: AxisMapping | None) -> Any:
             f'clear only if the mapping has one name (its names: {names_text}): pass the name, '
             f"round_axis_for_partitioning({size}, 'vocab', ...)"
         )
-    return SimpleNamespace(name=names[0], size=size)  # an axis: a string would be parsed as a pattern
+    return SimpleNamespace(name=names[0], size=size)  # not a string, which would be parsed as a pattern
 
 
 def _has_arrays(value: Any) -> bool:
-    """Whether a value holds arrays, rather than names of dimensions, or their sizes."""
+    """Whether a value contains arrays, rather than names or sizes of dimensions."""
     return any(is_array(leaf) and not isinstance(leaf, np.generic) for leaf in jax.tree.leaves(value))
 
 
 def _holds_spec(node: Any) -> bool:
-    """Whether a node is a haliax NamedArray that holds a spec in place of its array; duck-typed."""
+    """Whether a node is a haliax NamedArray that contains a spec instead of its array (duck-typed)."""
     return isinstance(getattr(node, 'array', None), PartitionSpec)
 
 

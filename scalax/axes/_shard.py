@@ -1,4 +1,4 @@
-"""`shard`: places or constrains the arrays of a tree by the names of their dimensions."""
+"""`shard` and its variants, which shard the arrays of a tree by the names of their dimensions."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ Tree = TypeVar('Tree')
 def shard(x: Tree, axes_or_mapping: Any = None, mapping: AxisMapping | None = None, mesh: Any = None) -> Tree:
     """Shards the arrays of a tree by the names of their dimensions.
 
-    Outside of ``jax.jit`` arrays are placed, inside they are constrained.
+    Places the arrays outside ``jax.jit``, and constrains them inside.
 
     Args:
-        x: a tree of arrays that name their dimensions (flax's boxes and variables, haliax's NamedArrays), and
-            others. Other leaves are returned as they are.
-        axes_or_mapping: the names of the dimensions of arrays that do not name them, as einops writes them
-            (``'batch (heads head_dim) embed'``) or as haliax axes; or, as in haliax, the mapping, which the
+        x: a tree. Arrays may name their dimensions (flax's boxes and variables, haliax's NamedArrays). Other
+            leaves are returned unchanged.
+        axes_or_mapping: the names of the dimensions of arrays that do not name them, in einops notation
+            (``'batch (heads head_dim) embed'``) or as haliax axes. Or, as in haliax, the mapping, which the
             mesh may follow: ``shard(x, mapping, mesh)``.
-        mapping: logical axis name -> mesh axis, a tuple of them, or None; by default the mapping that is
-            active. See `axis_mapping`.
-        mesh: a mesh or helper; by default that of the active helper, or that of ``jax.set_mesh``.
+        mapping: logical axis name -> mesh axis, a tuple of them, or None; by default the active mapping.
+            See `axis_mapping`.
+        mesh: a mesh or helper; by default the mesh of the active helper, or that of ``jax.set_mesh``.
 
     Returns:
-        The tree with the same values. Arrays whose dimensions have no names are left as they are. Without a
-        mapping or a mesh nothing happens, with a warning.
+        The tree with the same values. Arrays whose dimensions have no names are unchanged. Without a mapping
+        or a mesh, all arrays are, and a warning is issued.
 
     Raises:
-        RuleError: names that are not a pattern, or a mapping of another form.
-        ShardingError: arrays that do not fit their names or the mesh; all of them are named.
+        RuleError: the names are not a pattern, or the mapping is invalid.
+        ShardingError: arrays do not fit their names or the mesh; the message names all of them.
 
     Example:
         >>> import numpy as np
@@ -58,26 +58,28 @@ def shard(x: Tree, axes_or_mapping: Any = None, mapping: AxisMapping | None = No
     """
     if mesh is None and isinstance(getattr(mapping, 'mesh', mapping), Mesh | AbstractMesh):
         mapping, mesh = None, mapping  # haliax's order: the mesh follows the mapping
-    axes, given = _axes_and_mapping(axes_or_mapping, mapping)
+    axes, mapping = _axes_and_mapping(axes_or_mapping, mapping)
     names = axes if axes is None or isinstance(axes, str) else dimensions_of(axes)[0]
-    rule = active_mapping(given)
-    where = active_mesh(mesh)
+    rule = active_mapping(mapping)
+    mesh = active_mesh(mesh)
     if rule is None:
-        _unsharded('no axis mapping is active', '`with axis_mapping({...}):`', '`mapping={...}`')
+        _warn_unsharded('no axis mapping is active', '`with axis_mapping({...}):`', '`mapping={...}`')
         return x
-    if where is None:
-        _unsharded('no mesh is active', '`with helper.get_context():`', '`mesh=helper.mesh`')
+    if mesh is None:
+        _warn_unsharded('no mesh is active', '`with helper.get_context():`', '`mesh=helper.mesh`')
         return x
     if names is None and not rule.axis_names and not any(names_by_leaf(x)):
-        _unsharded('no array names its dimensions', "`shard(x, 'batch embed')`", 'a rule with axis_names')
+        _warn_unsharded(
+            'no array names its dimensions', "`shard(x, 'batch embed')`", 'a rule with axis_names'
+        )
         return x
-    return _sharded(x, rule if names is None else _naming(rule, names), where)
+    return _shard(x, rule if names is None else _with_names(rule, names), mesh)
 
 
 def auto_sharded(x: Tree, mesh: Any = None) -> Tree:
-    """`shard` for libraries: silent where no mapping or no mesh is active, or no array names its dimensions.
+    """`shard` for libraries, without warnings if no mapping or mesh is active, or no array has names.
 
-    A rule with ``strict=True`` that is active is strict here, too.
+    An active rule with ``strict=True`` is strict here, too.
 
     Args:
         x: as for `shard`.
@@ -87,12 +89,12 @@ def auto_sharded(x: Tree, mesh: Any = None) -> Tree:
         >>> auto_sharded({'w': 1.0})
         {'w': 1.0}
     """
-    rule, where = active_mapping(None), active_mesh(mesh)
-    return x if rule is None or where is None else _sharded(x, rule, where)
+    rule, mesh = active_mapping(None), active_mesh(mesh)
+    return x if rule is None or mesh is None else _shard(x, rule, mesh)
 
 
 def shard_with_axis_mapping(x: Tree, mapping: AxisMapping, mesh: Any = None) -> Tree:
-    """Shards the arrays of a tree by a mapping: ``shard(x, mapping, mesh)`` under its older name in haliax.
+    """Shards the arrays of a tree by a mapping: haliax's older name of ``shard(x, mapping, mesh)``.
 
     Args:
         x: as for `shard`.
@@ -111,7 +113,7 @@ def shard_with_axis_mapping(x: Tree, mapping: AxisMapping, mesh: Any = None) -> 
 
 
 def _axes_and_mapping(axes_or_mapping: Any, mapping: AxisMapping | None) -> tuple[Any, AxisMapping | None]:
-    """The axes and the mapping: the first argument may be either."""
+    """Returns the axes and the mapping; the first argument may be either."""
     value = axes_or_mapping
     if value is None or isinstance(value, str) or is_axis(value):
         return value, mapping
@@ -125,22 +127,22 @@ def _axes_and_mapping(axes_or_mapping: Any, mapping: AxisMapping | None) -> tupl
     return (None, value) if is_mapping else (value, mapping)
 
 
-def _unsharded(why: str, *remedies: str) -> None:
+def _warn_unsharded(reason: str, *remedies: str) -> None:
     warn(
-        f'shard did nothing, because {why}: write {" or ".join(remedies)} (auto_sharded does not warn)',
+        f'shard did nothing, because {reason}: write {" or ".join(remedies)} (auto_sharded does not warn)',
         UnshardedWarning,
     )
 
 
 @functools.lru_cache(maxsize=1024)
-def _naming(rule: LogicalAxisShardingRule, names: str | Pattern) -> LogicalAxisShardingRule:
-    """The rule with these names for every array that does not name its dimensions itself."""
+def _with_names(rule: LogicalAxisShardingRule, names: str | Pattern) -> LogicalAxisShardingRule:
+    """Adds names for every array that does not name its dimensions itself to a rule."""
     return dataclasses.replace(rule, axis_names=(('', names), *rule.axis_names))
 
 
-def _sharded(tree: Any, rule: LogicalAxisShardingRule, mesh: Mesh | AbstractMesh) -> Any:
+def _shard(tree: Any, rule: LogicalAxisShardingRule, mesh: Mesh | AbstractMesh) -> Any:
     data, static = partition(tree)
-    # A rule that is not strict would replicate arrays without names; here they stay as they are.
+    # A rule that is not strict would replicate arrays without names; `| None` leaves them unchanged.
     rules = rule if rule.strict else rule | None
     if constraints.is_traced():
         return combine(constraints.constrain(data, rules, mesh, where='shard'), static)
@@ -149,9 +151,12 @@ def _sharded(tree: Any, rule: LogicalAxisShardingRule, mesh: Mesh | AbstractMesh
     shardings = resolve(
         rules, data, mesh, mode=ResolveMode.BOUNDARY, where='the tree given to shard'
     ).shardings
-    moved = [sharding is not None for sharding in shardings]
-    # A tree, not a list: errors name leaves by their paths.
-    wanted = [sharding for sharding in shardings if sharding is not None]
-    placed = transfer.put_on(cast(Mesh, mesh), keep_only(data, moved), lambda: wanted)
-    new = iter(jax.tree.leaves(placed))
-    return combine([next(new) if moves else leaf for leaf, moves in zip(leaves, moved, strict=True)], static)
+    is_sharded = [sharding is not None for sharding in shardings]
+    named_shardings = [sharding for sharding in shardings if sharding is not None]
+    # Passed as a tree, because errors name leaves by their paths.
+    placed = transfer.put_on(cast(Mesh, mesh), keep_only(data, is_sharded), lambda: named_shardings)
+    placed_leaves = iter(jax.tree.leaves(placed))
+    new_leaves = [
+        next(placed_leaves) if sharded else leaf for leaf, sharded in zip(leaves, is_sharded, strict=True)
+    ]
+    return combine(new_leaves, static)

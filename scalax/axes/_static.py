@@ -1,4 +1,4 @@
-"""Trees in two parts: arrays, which are data, and everything else, which is part of the compiled program."""
+"""Partitions of trees into arrays, which are data, and other leaves, which become part of the program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scalax.errors import ArgumentError, shown_leaves
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is data: an array of JAX or numpy, or what stands for one; Python numbers are not."""
+    """Whether a leaf is data: a concrete or abstract array of JAX or numpy. Python numbers are not."""
     is_data = isinstance(leaf, jax.Array | np.ndarray | np.generic) or is_abstract(leaf)
     return is_data and not has_foreign_dtype(leaf)
 
@@ -24,82 +24,88 @@ def is_array(leaf: Any) -> bool:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class StaticPart:
-    """A tree without its arrays: a node without leaves, which JAX compares when it looks up programs.
+    """A tree without its arrays: a static pytree node, which JAX compares when it looks up programs.
 
     Attributes:
-        treedef: the structure of the whole tree.
-        values: the leaves; None stands for an array.
-        arrays: which leaves are arrays.
+        treedef: the structure of the entire tree.
+        values: the leaves; None in place of each array.
+        is_array: whether each leaf is an array.
     """
 
     treedef: Any
     values: tuple[Any, ...]
-    arrays: tuple[bool, ...]
+    is_array: tuple[bool, ...]
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, StaticPart)
-            and self.arrays == other.arrays
+            and self.is_array == other.is_array
             and self.treedef == other.treedef
             and list(map(type_key, self.values)) == list(map(type_key, other.values))
             and self.values == other.values
         )
 
     def __hash__(self) -> int:
-        return hash((self.treedef, self.values, self.arrays))
+        return hash((self.treedef, self.values, self.is_array))
 
 
 def partition(tree: Any) -> tuple[Any, StaticPart]:
-    """The tree with None in place of other leaves than arrays, and these leaves as a static part."""
+    """Splits a tree into its arrays, with None in place of other leaves, and its static part."""
     leaves, treedef = jax.tree.flatten(tree)
-    arrays = tuple(map(is_array, leaves))
-    data = [leaf if array else None for leaf, array in zip(leaves, arrays, strict=True)]
-    values = tuple(None if array else leaf for leaf, array in zip(leaves, arrays, strict=True))
-    return jax.tree.unflatten(treedef, data), StaticPart(treedef, values, arrays)
+    mask = tuple(map(is_array, leaves))
+    static_mask = [not flag for flag in mask]
+    values = tuple(_masked(leaves, static_mask))
+    return jax.tree.unflatten(treedef, _masked(leaves, mask)), StaticPart(treedef, values, mask)
 
 
 def combine(data: Any, static: StaticPart) -> Any:
-    """The inverse of `partition`."""
-    leaves = iter(jax.tree.leaves(data))
-    whole = [
-        next(leaves) if array else value for value, array in zip(static.values, static.arrays, strict=True)
+    """Returns the tree that `partition` has split."""
+    arrays = iter(jax.tree.leaves(data))
+    leaves = [
+        next(arrays) if flag else value for value, flag in zip(static.values, static.is_array, strict=True)
     ]
-    return jax.tree.unflatten(static.treedef, whole)
+    return jax.tree.unflatten(static.treedef, leaves)
 
 
-def keep_only(tree: Any, which: Sequence[bool]) -> Any:
-    """The tree with None in place of the leaves for which *which* is False."""
+def keep_only(tree: Any, mask: Sequence[bool]) -> Any:
+    """Replaces the leaves for which *mask* is False by None."""
     leaves, treedef = jax.tree.flatten(tree)
-    taken = [leaf if take else None for leaf, take in zip(leaves, which, strict=True)]
-    return jax.tree.unflatten(treedef, taken)
+    return jax.tree.unflatten(treedef, _masked(leaves, mask))
 
 
-def require_hashable(static: StaticPart, tree: Any, what: str, remedy: str) -> None:
-    """Raises ArgumentError about leaves that cannot be hashed.
+def _masked(leaves: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    return [leaf if flag else None for leaf, flag in zip(leaves, mask, strict=True)]
+
+
+def require_hashable(static: StaticPart, tree: Any, subject: str, remedy: str) -> None:
+    """Raises ArgumentError if the static part of a tree cannot be hashed.
 
     Args:
         static: the static part of the tree.
         tree: the tree.
-        what: the beginning of the message.
-        remedy: what to do, for the message.
+        subject: the beginning of the message.
+        remedy: the advice, for the message.
     """
     if _is_hashable(static):
         return
-    bad = [
+    unhashable = [
         describe_leaf(path_string(path), leaf)
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
         if not is_array(leaf) and not _is_hashable(leaf)
     ]
-    leaves = f' leaves that are no arrays and cannot be hashed:\n{shown_leaves(bad)}'
-    said = leaves if bad else ' a structure that cannot be hashed.'
+    problem = (
+        f'leaves that are not arrays and cannot be hashed:\n{shown_leaves(unhashable)}'
+        if unhashable
+        else 'a structure that cannot be hashed.'
+    )
     raise ArgumentError(
-        f'{what}{said}\n'
+        f'{subject} {problem}\n'
         f'What to do: everything but arrays is part of the compiled program: {remedy}, or a pytree of arrays.'
     )
 
 
 def reject_structs(tree: Any, name: str) -> None:
-    """Raises ArgumentError about ``jax.ShapeDtypeStruct`` leaves in a call of the function *name*."""
+    """Raises ArgumentError if a call of the function *name* has ``jax.ShapeDtypeStruct`` leaves."""
     structs = [
         describe_leaf(path_string(path), leaf)
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]

@@ -50,8 +50,8 @@ OF_FSDP = (
         ),
         (
             lambda: fsdp(PARAMS, COMPUTE, in_axis_resources=PARAMS, axis_resources=COMPUTE),
-            'fsdp got axis_resources, for which compute_mapping stands, in_axis_resources, for which '
-            f'parameter_mapping stands\n{OF_FSDP}',
+            'fsdp got axis_resources, which compute_mapping sets, in_axis_resources, which '
+            f'parameter_mapping sets\n{OF_FSDP}',
         ),
         (
             lambda: named_jit(PARAMS),
@@ -59,13 +59,13 @@ OF_FSDP = (
         ),
         (
             lambda: named_jit(lambda x: x)(np.ones(2), {'a': bytearray(b'')}),
-            '<lambda> got leaves that are no arrays and cannot be hashed:\n  args/1/a: bytearray\n'
+            '<lambda> got leaves that are not arrays and cannot be hashed:\n  args/1/a: bytearray\n'
             'What to do: everything but arrays is part of the compiled program: pass something immutable (a '
             'tuple, a frozen dataclass), or a pytree of arrays.',
         ),
         (
             lambda: named_jit(lambda x: {'x': x, 'seen': {1}})(np.ones(2)),
-            'the output of <lambda> has leaves that are no arrays and cannot be hashed:\n  seen: set\n'
+            'the output of <lambda> has leaves that are not arrays and cannot be hashed:\n  seen: set\n'
             'What to do: everything but arrays is part of the compiled program: return something immutable, '
             'or a pytree of arrays.',
         ),
