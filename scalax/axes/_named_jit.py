@@ -169,7 +169,7 @@ def fsdp(*args: Any, **kwargs: Any) -> Any:
         **kwargs: these three by name, and the options of `named_jit`.
 
     Raises:
-        ArgumentError: a mapping is missing or passed twice; or an option of `named_jit` that the mappings set.
+        ArgumentError: a mapping is missing or passed twice; or an option that the mappings set.
 
     Example:
         >>> import jax.numpy as jnp
