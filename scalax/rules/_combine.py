@@ -64,10 +64,8 @@ def overlay(tree: NamedTree, ask_first: Ask, ask_second: Ask, axis_sizes: AxisSi
     open_leaves = [i for i, answer in enumerate(answers) if _is_open(answer)]
     open_tree = tree.select(open_leaves)
     firsts = [answers[i] for i in open_leaves]
-    ranks = map(len, open_tree.shapes)
-    occupied = map(
-        functools.cache(combined_occupancy), open_tree.occupied, map(_occupied_spec, firsts), ranks
-    )
+    first_specs, ranks = map(_occupied_spec, firsts), map(len, open_tree.shapes)
+    occupied = map(functools.cache(combined_occupancy), open_tree.occupied, first_specs, ranks)
     open_tree = open_tree.with_occupied(list(occupied))
     seconds = _drop_occupied(open_tree, ask_second(open_tree))
     merge = functools.partial(_merge_answers, axis_sizes=axis_sizes or {})
