@@ -294,7 +294,7 @@ def _differences(verified: VerificationReport) -> Table:
             rows.append(
                 [each.location, each.array, spec, *values, *sizes, Cell(f'{each.seeds} of {verified.seeds}')]
             )
-    return Table(columns, rows, most_lines=10)
+    return Table(columns, rows, max_text_rows=10)
 
 
 def _short(value: Any, digits: int = 3) -> str:
@@ -309,5 +309,5 @@ def _arguments(verified: VerificationReport) -> Table:
     return Table(
         columns,
         [[item.short_name(MOST_RUNS), leaf.array, leaf.values, leaf.reason] for item, leaf in rows],
-        most_lines=10,
+        max_text_rows=10,
     )

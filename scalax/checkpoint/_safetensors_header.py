@@ -96,9 +96,9 @@ def read_header(path: Path, file: BinaryIO) -> tuple[list[Tensor], int]:
             '`git lfs pull` in the repository, or download the file.'
         )
     length = int.from_bytes(start_of_file, 'little')
-    if length > strict_json.LARGEST:
+    if length > strict_json.MAX_BYTES:
         raise _damaged(
-            path, [f'its header would have {length:,} bytes; the limit is {strict_json.LARGEST:,}']
+            path, [f'its header would have {length:,} bytes; the limit is {strict_json.MAX_BYTES:,}']
         )
     if length > size - LENGTH:
         raise _damaged(

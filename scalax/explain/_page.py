@@ -31,7 +31,7 @@ from scalax.explain._rows import Line, ReportRow, folded_path, lines_of, replica
 
 _COLUMNS = (
     *(Column('path', 'lead'), Column('array', 'code'), Column('spec', 'code')),
-    Column('bytes', 'number', human_bytes, on_page=True),
+    Column('bytes', 'number', human_bytes, html_only=True),
     Column('bytes/device', 'number'),
     Column('rule', 'wide'),
 )

@@ -35,7 +35,7 @@ class Visualization(Renderable):
     def _blocks(self, title: str) -> list[Block]:
         return _blocks(self.pictures)
 
-    def _page(self, title: str) -> list[Block]:
+    def _page_blocks(self, title: str) -> list[Block]:
         return [Heading(title, {}), *self._blocks(title)]
 
 

@@ -1,4 +1,4 @@
-"""Trees and specs: shapes and names only, no devices.
+"""Pytrees and PartitionSpecs, without devices.
 
-Offers leaf paths, trees with named leaves, and what a PartitionSpec may say about an array.
+Leaf paths, trees with named leaves, differences of tree structures, and the validation of specs.
 """

@@ -1,7 +1,4 @@
-"""PartitionSpecs: their entries and axes, canonical form, and validity for one array on one mesh.
-
-Shapes and axis sizes only, no devices.
-"""
+"""PartitionSpecs: their entries and axes, and their canonical form."""
 
 from __future__ import annotations
 
@@ -19,49 +16,49 @@ UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a spec: ``'a'`` -> ``('a',)``, None and UNCONSTRAINED -> ``()``."""
+    """Returns the mesh axes of one entry of a spec: ``'a'`` -> ``('a',)``, None, UNCONSTRAINED -> ``()``."""
     if entry is None or entry is UNCONSTRAINED:
         return ()
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
 def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
-    """Every mesh axis of a spec in order, with repetitions."""
+    """Returns the mesh axes of a spec in order, with repetitions."""
     return tuple(axis for entry in entries(spec) for axis in entry_axes(entry))
 
 
 def canonical_entry(entry: Any) -> Any:
-    """One entry of a spec in the form that resolving returns: tuples have two axes or more."""
+    """Returns one entry of a spec in canonical form: tuples have at least two axes."""
     if entry is UNCONSTRAINED:
         return entry
     axes = entry_axes(entry)
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
-def with_entries(spec: PartitionSpec, new: Sequence[Any]) -> PartitionSpec:
-    """A canonical spec with other entries and the same unreduced and reduced axes.
+def with_entries(spec: PartitionSpec, new_entries: Sequence[Any]) -> PartitionSpec:
+    """Returns a canonical spec with new entries, and the unreduced and reduced axes of *spec*.
 
-    Canonical: no trailing None, no tuples of fewer than two axes. ``P('x')`` and ``P('x', None)`` mean
-    the same and compare unequal, which costs users of ``jax.jit`` a second compilation.
+    A canonical spec has no trailing None, and no tuples of fewer than two axes. ``P('x')`` and
+    ``P('x', None)`` are equivalent but compare unequal: with ``jax.jit`` that costs a second compilation.
     """
-    kept = [canonical_entry(entry) for entry in new]
-    while kept and kept[-1] is None:
-        kept.pop()
+    result = [canonical_entry(entry) for entry in new_entries]
+    while result and result[-1] is None:
+        result.pop()
     if spec.unreduced or spec.reduced:
-        return spec.update(partitions=tuple(kept))
-    return PartitionSpec(*kept)
+        return spec.update(partitions=tuple(result))
+    return PartitionSpec(*result)
 
 
 def only_reduction_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """The unreduced and reduced axes of a spec that are among *axes*, and no entries."""
+    """Returns a spec without entries, with the unreduced and reduced axes of *spec* that are in *axes*."""
     unreduced, reduced = spec.unreduced.intersection(axes), spec.reduced.intersection(axes)
     if not unreduced:
         return PartitionSpec(reduced=reduced)
-    return spec.update(partitions=(), unreduced=unreduced, reduced=reduced)  # sums or maxima stay those
+    return spec.update(partitions=(), unreduced=unreduced, reduced=reduced)  # keeps the kind of reduction
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:
-    """The one form of a spec that resolving returns.
+    """Returns the canonical form of a spec, which `resolve` returns.
 
     Example:
         >>> canonical(PartitionSpec(('data',), None))
@@ -71,7 +68,7 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
 
 
 def text(spec: PartitionSpec) -> str:
-    """A spec as messages and reports show it, the same in every process: JAX prints sets in any order.
+    """Returns the text of a spec, which is the same in every process: JAX prints sets in any order.
 
     Example:
         >>> text(PartitionSpec('a', None, unreduced={'c', 'b'}))
@@ -89,7 +86,7 @@ def text(spec: PartitionSpec) -> str:
 
 
 def axis_sizes_text(sizes: Mapping[str, int]) -> str:
-    """The axes of a mesh with their sizes, as messages and reports show them.
+    """Returns the text of mesh axes and their sizes, as in messages and reports.
 
     Example:
         >>> axis_sizes_text({'fsdp': 4, 'tp': 2})
@@ -100,7 +97,7 @@ def axis_sizes_text(sizes: Mapping[str, int]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class MeshAxes:
-    """What resolving needs to know of a mesh: the sizes and types of its axes, in order."""
+    """The sizes and types of the axes of a mesh, in order."""
 
     sizes: Mapping[str, int]
     types: Mapping[str, AxisType]
@@ -108,23 +105,23 @@ class MeshAxes:
     @classmethod
     @functools.lru_cache(maxsize=256)
     def of(cls, mesh: Any) -> MeshAxes:
-        """Reads a ``Mesh`` or an ``AbstractMesh``."""
+        """Returns the axes of a ``Mesh`` or an ``AbstractMesh``."""
         return cls(dict(mesh.shape), dict(zip(mesh.axis_names, mesh.axis_types, strict=True)))
 
     def of_type(self, kind: AxisType) -> list[str]:
-        """The axes of one type, in order."""
+        """Returns the axes of one type, in order."""
         return [axis for axis, type_ in self.types.items() if type_ is kind]
 
     def __str__(self) -> str:
         return axis_sizes_text(self.sizes)
 
     def size(self, axes: Sequence[str]) -> int:
-        """The number of shards along *axes* together."""
+        """Returns the product of the sizes of *axes*."""
         return math.prod(self.sizes[axis] for axis in axes)
 
 
 def only_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """The spec with only those axes in its entries that are among *axes*.
+    """Removes all axes that are not in *axes* from the entries of a spec.
 
     Example:
         >>> only_axes(PartitionSpec(('data', 'fsdp'), 'tp', PartitionSpec.UNCONSTRAINED), {'fsdp'})
@@ -140,5 +137,5 @@ def only_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
 
 
 def without_manual_axes(spec: PartitionSpec, axes: MeshAxes) -> PartitionSpec:
-    """The spec without the axes that are Manual: inside ``shard_map`` shapes are local to those."""
+    """Removes Manual axes from a spec: inside ``shard_map`` shapes are local along these axes."""
     return only_axes(spec, {axis for axis in spec_axes(spec) if axes.types.get(axis) is not AxisType.Manual})

@@ -1,9 +1,9 @@
 """Tree structures that do not determine the leaf paths of their trees.
 
-JAX's caches treat trees of equal structure as the same. The leaf paths of such trees are nearly always equal
+JAX's caches treat trees of equal structure as equal. The leaf paths of such trees are nearly always equal
 too: equal keys of dicts have equal texts (`paths`), and most nodes name their children by fields of their
-type. But a node may name its children by static data that its comparison ignores, and keys of dicts may be
-equal and print differently. Rules that choose by leaf path must not give such a tree another one's shardings.
+type. But a node may name its children by static data that its comparison ignores, and equal keys of dicts may
+print differently. Rules that match leaf paths must not give such a tree the shardings of another one.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ _DICTS = (dict, OrderedDict, defaultdict)
 Node = tuple[type, Any, int, list[int]]
 """A node whose static data may be equal to data that names children differently.
 
-Its type, the static data, its depth, and the number of the first leaf of each child.
+Its type, its static data, its depth, and the index of the first leaf of each child.
 """
 
 
 def uncertain_paths(tree: Any, nodes: Sequence[Node]) -> tuple[str, ...] | None:
-    """The leaf paths of a tree if a tree of equal structure may have other ones, else None.
+    """Returns the leaf paths of a tree if a tree of equal structure may have other ones.
+
+    Returns None if the structure determines the paths.
 
     Args:
         tree: the tree.
-        nodes: the `uncertain_nodes` of its structure.
+        nodes: the result of `uncertain_nodes` for its structure.
     """
     if not nodes:
         return None
     keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     if all(
-        _names_follow(kind, static, keys[leaf][depth])
+        _is_name_determined(kind, static, keys[leaf][depth])
         for kind, static, depth, leaves in nodes
         for leaf in leaves
     ):
@@ -48,12 +50,12 @@ def uncertain_paths(tree: Any, nodes: Sequence[Node]) -> tuple[str, ...] | None:
 
 
 def uncertain_nodes(treedef: Any, depth: int = 0, start: int = 0) -> list[Node]:
-    """The nodes of a structure that may name their children otherwise in an equal one.
+    """Returns the nodes of a structure that may name their children differently in an equal structure.
 
     Args:
         treedef: the structure, or a part of one.
-        depth: how deep the part is in it.
-        start: the number of its first leaf there.
+        depth: the depth of the part.
+        start: the index of the first leaf of the part.
     """
     data, nodes = treedef.node_data(), list[Node]()
     if data is None:
@@ -67,26 +69,26 @@ def uncertain_nodes(treedef: Any, depth: int = 0, start: int = 0) -> list[Node]:
             if count > 1 or child.num_nodes > 1:
                 nodes += uncertain_nodes(child, depth + 1, start)
         start += count
-    # The usual nodes, lists, tuples and dicts of strings, are certain without a look at their data.
+    # Lists, tuples and dicts with string keys, the common nodes, need no look at their data.
     certain = static is None or (kind in _DICTS and {str}.issuperset(map(type, static)))
-    if not certain and not _is_alike(static, numbers=kind in _DICTS):
+    if not certain and not _equality_implies_same_text(static, are_keys=kind in _DICTS):
         nodes.append((kind, static, depth, firsts))
     return nodes
 
 
-def _is_alike(static: Any, numbers: bool) -> bool:
-    """Whether values equal to *static* have its text, as equal numbers do if they are keys (*numbers*)."""
+def _equality_implies_same_text(static: Any, are_keys: bool) -> bool:
+    """Returns whether all values equal to *static* have the same text; equal numbers do if they are keys."""
     if isinstance(static, tuple | list):
-        inside = numbers and isinstance(static, list)
-        return all(_is_alike(item, inside) for item in static)
+        are_keys = are_keys and isinstance(static, list)
+        return all(_equality_implies_same_text(item, are_keys) for item in static)
     if isinstance(static, bool | int | float | np.generic):
-        return numbers
+        return are_keys
     kind: Any = type(static)
     return isinstance(static, str | bytes | type | None) or kind.__eq__ is object.__eq__
 
 
-def _names_follow(kind: type, static: Any, key: Any) -> bool:
-    """Whether the type of the node, or static data that JAX compares, determines the name of a child."""
+def _is_name_determined(kind: type, static: Any, key: Any) -> bool:
+    """Returns whether data that JAX compares, or the type of a node, determines the name of a child."""
     if isinstance(key, SequenceKey | FlattenedIndexKey):
         return True
     name: Any = getattr(key, 'name', getattr(key, 'key', None))

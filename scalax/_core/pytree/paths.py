@@ -1,7 +1,7 @@
-"""Leaf paths: tree paths as ``'a/b/c'`` strings, and flat trees with named leaves.
+"""Leaf paths (tree paths as ``'a/b/c'`` strings), flattened trees with named leaves, and leaf properties.
 
-A leaf path holds every key of the tree, undecorated and joined by ``/``: what
-``jax.tree_util.keystr(path, simple=True, separator='/')`` gives, built several times faster, because
+A leaf path holds every key of the tree path, undecorated and joined by ``/``. It equals
+``jax.tree_util.keystr(path, simple=True, separator='/')``, and is built several times faster, because
 resolving a large tree spends most of its time here.
 """
 
@@ -29,19 +29,19 @@ _ATTRIBUTE: dict[type, str] = {
 
 
 FREE = PartitionSpec()
-"""What rules occupy of a leaf before the first of them has decided."""
+"""The occupied spec of a leaf for which no rule has decided yet."""
 
 
 def key_string(key: Any) -> str:
-    """One key of a tree path without decoration: ``DictKey('w')`` is ``'w'``."""
+    """Returns the text of one key of a tree path: ``'w'`` for ``DictKey('w')``."""
     attribute = _ATTRIBUTE.get(type(key))
     return str(key) if attribute is None else _text(getattr(key, attribute))
 
 
 def _text(value: Any) -> str:
-    """The text of a key: the same for equal keys, because JAX takes such dicts for one structure."""
+    """Returns the text of a key. Equal keys have the same text, because JAX considers such dicts equal."""
     if isinstance(value, str):
-        return str.__str__(value)  # an Enum that is a string prints otherwise
+        return str.__str__(value)  # str() of an Enum that is a string differs
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not value.is_integer():
@@ -50,20 +50,20 @@ def _text(value: Any) -> str:
 
 
 def path_string(path: Sequence[Any], separator: str = '/') -> str:
-    """A tree path as one string; the path of a bare leaf is ``''``.
+    """Returns a tree path as one string. The path of a bare leaf is ``''``.
 
     Example:
         >>> path_string((DictKey('layers'), SequenceKey(0), GetAttrKey('kernel')))
         'layers/0/kernel'
     """
-    # Nearly every key is a DictKey: the conditional saves a call per key for those.
+    # Nearly every key is a DictKey: the conditional saves a call for each of them.
     return separator.join(
         [key.key if type(key) is DictKey and type(key.key) is str else key_string(key) for key in path]
     )
 
 
 def _path_strings(paths: list[tuple[Any, ...]]) -> list[str]:
-    """`path_string` of each path; several times faster where all keys are those of dicts, and strings."""
+    """Returns the `path_string` of each path, several times faster if all keys are strings in dicts."""
     # Keys of other types may have an attribute `key` that is not their name.
     if {DictKey}.issuperset(map(type, itertools.chain.from_iterable(paths))):
         with contextlib.suppress(TypeError):
@@ -72,12 +72,12 @@ def _path_strings(paths: list[tuple[Any, ...]]) -> list[str]:
 
 
 def optional_path(path: Sequence[Any]) -> str | None:
-    """`path_string`, and None where there are no keys: ``''`` is the path of one empty key too."""
+    """Returns the `path_string`, or None for a path without keys (``''`` may be the path of one empty key)."""
     return path_string(path) if path else None
 
 
 def join(prefix: str | None, path: str | None) -> str | None:
-    """The path of a leaf of the subtree at *prefix*. None stands for no keys, ``''`` for an empty one.
+    """Returns the path of a leaf in the subtree at *prefix*. None is a path without keys.
 
     Example:
         >>> join('layers', 'w'), join('layers', ''), join('layers', None), join(None, 'w')
@@ -89,21 +89,21 @@ def join(prefix: str | None, path: str | None) -> str | None:
 
 
 def leaf_shape(leaf: Any) -> tuple[int, ...] | None:
-    """The shape of anything JAX takes as an array, or None for what it does not take."""
+    """Returns the shape of a leaf, or None if JAX does not accept it as an array."""
     shape = getattr(leaf, 'shape', None)
     if shape is not None and hasattr(leaf, 'dtype'):
-        # numpy silently drops the mask when it converts one.
+        # numpy silently drops the mask in conversions.
         return None if isinstance(leaf, np.ma.MaskedArray) else tuple(shape)
     return () if isinstance(leaf, bool | int | float | complex) else None
 
 
 def is_prng_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of typed PRNG keys, which numpy does not know."""
+    """Returns whether a leaf is an array of typed PRNG keys, which numpy does not support."""
     return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def has_foreign_dtype(leaf: Any) -> bool:
-    """Whether JAX lacks the dtype: objects, strings, dates, records, swapped bytes, other libraries'."""
+    """Returns whether JAX does not support the dtype: objects, strings, dates, records, swapped bytes."""
     dtype = getattr(leaf, 'dtype', None)
     if dtype is None:
         return False
@@ -119,7 +119,7 @@ def has_foreign_dtype(leaf: Any) -> bool:
 
 
 def overflowed_dtype(leaf: Any) -> Any:
-    """The dtype that JAX gives a Python int which does not fit into it; None for other leaves."""
+    """Returns the dtype that JAX gives to a Python int that does not fit in it, or None for other leaves."""
     if not isinstance(leaf, int) or isinstance(leaf, bool):
         return None
     dtype = canonical_dtype(int)
@@ -128,43 +128,43 @@ def overflowed_dtype(leaf: Any) -> Any:
 
 
 def canonical_dtype(dtype: Any) -> Any:
-    """The dtype that an array of *dtype* has on the devices: without x64, float64 is float32."""
+    """Returns the dtype that an array of *dtype* has on devices: without x64, float64 becomes float32."""
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 def dtype_on_devices(leaf: Any) -> Any:
-    """The dtype that a leaf has on devices: a ``jax.Array`` keeps its own, also a wide one without x64."""
+    """Returns the dtype that a leaf has on devices. A ``jax.Array`` keeps its own, even without x64."""
     if isinstance(leaf, jax.Array):
         return leaf.dtype
     return canonical_dtype(leaf.dtype) if hasattr(leaf, 'dtype') else jax.typeof(leaf).dtype
 
 
 def is_weakly_typed(leaf: Any) -> bool:
-    """Whether JAX gives the leaf a weak type, as to a Python number: it takes the dtypes of others."""
+    """Returns whether JAX gives the leaf a weak type, like a Python number."""
     return bool(getattr(leaf if hasattr(leaf, 'dtype') else jax.typeof(leaf), 'weak_type', False))
 
 
 def tree_type(tree: Any) -> Any:
-    """What two trees of the same structure, shapes and dtypes have in common."""
+    """Returns the structure of a tree with the shapes and dtypes of its leaves, as a key to compare."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((leaf_shape(leaf), str(dtype_on_devices(leaf))) for leaf in leaves)
 
 
 @functools.lru_cache(maxsize=64)
 def element_bits(dtype: Any) -> int:
-    """The bits of one element on a device, where two int4 share a byte."""
-    # Of PRNG keys, and of gradients of integers, which take nothing.
-    counted = jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0
-    return int(8 * dtype.itemsize if counted else jax.dtypes.itemsize_bits(dtype))
+    """Returns the bits of one element on a device, where two int4 share a byte."""
+    # JAX cannot count the bits of PRNG keys and of float0, the dtype of gradients of integers.
+    has_only_bytes = jax.dtypes.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0
+    return int(8 * dtype.itemsize if has_only_bytes else jax.dtypes.itemsize_bits(dtype))
 
 
 def array_bytes(aval: Any) -> int:
-    """Returns the bytes of an array of all devices together, given its type."""
+    """Returns the bytes of a global array, given its type."""
     return -(-math.prod(aval.shape) * element_bits(aval.dtype) // 8)
 
 
 def describe_leaf(path: str, leaf: Any) -> str:
-    """A leaf as error messages show it: ``params/w: float32[8, 16]``.
+    """Returns the path and the type of a leaf, as error messages show it: ``params/w: float32[8, 16]``.
 
     Example:
         >>> import numpy as np
@@ -183,7 +183,7 @@ def describe_leaf(path: str, leaf: Any) -> str:
 
 
 def leaf_text(leaf: Any) -> str:
-    """An array or a Python number without its values.
+    """Returns the text of the type of an array or a Python number.
 
     Example:
         >>> import numpy as np
@@ -196,7 +196,7 @@ def leaf_text(leaf: Any) -> str:
 
 
 def type_text(dtype: Any, shape: Iterable[int]) -> str:
-    """The type of an array as messages show it: ``float32[8, 16]``."""
+    """Returns the text of an array type: ``float32[8, 16]``."""
     return f'{dtype}{list(shape)}'
 
 
@@ -207,13 +207,13 @@ class NamedTree:
     Attributes:
         paths: the leaf paths.
         leaves: the leaves; anything with a shape and a dtype, or Python scalars.
-        shapes: their shapes; ``()`` for what is not an array.
-        treedef: the structure of the whole tree.
-        occupied: for each leaf the spec of the rules that decided before, in ``a & b``.
-        prefix: the path of the tree in the one that the user gave, for messages; None for that one itself.
-        full_tree: the tree that these leaves were selected from; None if these are all.
-        indices: where these leaves are in the whole tree.
-        original_leaves: the leaves as messages show them, where rules see others.
+        shapes: the shapes of the leaves; ``()`` for leaves that are not arrays.
+        treedef: the structure of the full tree.
+        occupied: for each leaf the dimensions and axes that earlier rules use, as in ``a & b``.
+        prefix: the path of the tree in the user's tree, for messages; None if it is the user's tree.
+        full_tree: the tree from which these leaves were selected; None if these are all leaves.
+        indices: the indices of these leaves in the full tree.
+        original_leaves: the leaves to show in messages, if rules see different ones.
         is_bare_leaf: whether the tree is one leaf without a key. (``''`` is also the path of an empty key.)
     """
 
@@ -232,13 +232,13 @@ class NamedTree:
     def of(
         cls, pytree: Any, prefix: str | None = None, as_leaf: Callable[[Any], Any] | None = None
     ) -> NamedTree:
-        """Flattens *pytree*. A leaf that is not an array gets the shape ``()``.
+        """Flattens a pytree. A leaf that is not an array gets the shape ``()``.
 
         Args:
             pytree: the tree.
-            prefix: its path in a larger tree, if any.
-            as_leaf: what rules see in place of each leaf. The tree itself is not rebuilt, because nodes
-                of other libraries may refuse to hold anything but arrays.
+            prefix: the path of the tree in a larger tree, if any.
+            as_leaf: converts a leaf to the one that rules see. The tree itself is not rebuilt, because nodes
+                of other libraries may reject leaves that are not arrays.
         """
         flat, treedef = jax.tree_util.tree_flatten_with_path(pytree)
         paths = _path_strings([path for path, _ in flat])
@@ -249,38 +249,46 @@ class NamedTree:
                 shapes = [leaf_shape(leaf) or () for leaf in leaves]
         except AttributeError:
             shapes = [leaf_shape(leaf) or () for leaf in leaves]
-        shown = [] if as_leaf is None else [leaf for _, leaf in flat]
-        bare = jax.tree_util.treedef_is_leaf(treedef)
-        free = [FREE] * len(leaves)
-        return cls(paths, leaves, shapes, treedef, free, prefix, original_leaves=shown, is_bare_leaf=bare)
+        original_leaves = [] if as_leaf is None else [leaf for _, leaf in flat]
+        is_bare_leaf = jax.tree_util.treedef_is_leaf(treedef)
+        return cls(
+            paths,
+            leaves,
+            shapes,
+            treedef,
+            [FREE] * len(leaves),
+            prefix,
+            original_leaves=original_leaves,
+            is_bare_leaf=is_bare_leaf,
+        )
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def select(self, indices: Sequence[int]) -> NamedTree:
-        """The leaves at *indices*, as the part of a tree that a nested rule decides about."""
+        """Returns the leaves at *indices*, for which a nested rule decides."""
 
-        def rows(column: Sequence[Any]) -> list[Any]:
-            return [column[i] for i in indices] if column else []
+        def selected(items: Sequence[Any]) -> list[Any]:
+            return [items[i] for i in indices] if items else []
 
-        whole, places = self.root()
+        full_tree, full_indices = self.root()
         return dataclasses.replace(
             self,
-            paths=rows(self.paths),
-            leaves=rows(self.leaves),
-            shapes=rows(self.shapes),
-            full_tree=whole,
-            indices=rows(places),
-            occupied=rows(self.occupied),
-            original_leaves=rows(self.original_leaves),
+            paths=selected(self.paths),
+            leaves=selected(self.leaves),
+            shapes=selected(self.shapes),
+            full_tree=full_tree,
+            indices=selected(full_indices),
+            occupied=selected(self.occupied),
+            original_leaves=selected(self.original_leaves),
         )
 
     def with_occupied(self, occupied: list[PartitionSpec]) -> NamedTree:
-        """The same leaves, with the specs of the rules that decided before."""
+        """Returns the same leaves with other occupied specs."""
         return dataclasses.replace(self, occupied=occupied)
 
     def without_leading_dims(self, dims: int) -> NamedTree:
-        """The same leaves without their first dimensions, which are stacks of layers; nothing is occupied."""
+        """Returns the leaves without their leading dimensions (stacks of layers), with nothing occupied."""
         shapes = [shape[dims:] for shape in self.shapes]
         return dataclasses.replace(
             self,
@@ -295,7 +303,7 @@ class NamedTree:
         )
 
     def num_stacked_dims(self, index: int) -> int:
-        """How many first dimensions of leaf number *index* are stacks of layers, which rules do not see."""
+        """Returns the number of leading dimensions (stacks of layers) of a leaf that rules do not see."""
         return (
             len(leaf_shape(self.original_leaves[index]) or ()) - len(self.shapes[index])
             if self.original_leaves
@@ -303,30 +311,30 @@ class NamedTree:
         )
 
     def root(self) -> tuple[NamedTree, Sequence[int]]:
-        """The whole tree, and where these leaves are in it."""
+        """Returns the full tree, and the indices of these leaves in it."""
         return (self, range(len(self))) if self.full_tree is None else (self.full_tree, self.indices)
 
     def path_below(self, at: str | None, index: int) -> str:
-        """The path of leaf number *index* in a tree that has this one at *at*."""
+        """Returns the path of a leaf in a tree that holds this one at the path *at*."""
         return join(at, None if self.is_bare_leaf else self.paths[index]) or ''
 
     def path_text(self, index: int) -> str:
-        """The path of leaf number *index* as rules see it, and where it begins, for messages."""
+        """Returns the path of a leaf as rules see it, and the path where it begins, for messages."""
         inside = '' if self.prefix is None else f' (inside {self.prefix!r})'
         return f'{self.paths[index]!r}{inside}'
 
     def describe(self, index: int) -> str:
-        """Leaf number *index* as error messages show it."""
+        """Returns the path and type of a leaf, as error messages show them."""
         return describe_leaf(
             self.path_below(self.prefix, index), (self.original_leaves or self.leaves)[index]
         )
 
     @functools.cached_property
     def tree(self) -> Any:
-        """The pytree itself, with structs for Python scalars: every leaf has a shape and a dtype."""
+        """The pytree, with structs in place of Python scalars: every leaf has a shape and a dtype."""
         return self.treedef.unflatten(map(with_shape, self.leaves))
 
 
 def with_shape(leaf: Any) -> Any:
-    """The leaf, or a struct for a Python scalar."""
+    """Returns the leaf, or a struct in place of a Python scalar."""
     return leaf if hasattr(leaf, 'shape') else jax.ShapeDtypeStruct((), jax.dtypes.result_type(leaf))

@@ -23,7 +23,13 @@ from scalax.errors import ArgumentError, MeshError, did_you_mean, plural
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One reason why a spec cannot be used, without the leaf that it is about."""
+    """A reason why a spec cannot be used for a leaf.
+
+    Attributes:
+        kind: a short stable word, as in `scalax.errors.Problem`.
+        detail: the reason, in one sentence.
+        hint: the advice to the user.
+    """
 
     kind: str
     detail: str
@@ -31,34 +37,35 @@ class Fault:
 
 
 def unknown_axis_text(axis: Any, sizes: Mapping[str, int]) -> str:
-    """The text about an axis that a mesh lacks."""
+    """Returns the message about an axis that the mesh does not have."""
     return f'the mesh has no axis {axis!r} ({did_you_mean(str(axis), sizes)})'
 
 
 def validated_axes(option: str, names: str | Iterable[str], axes: MeshAxes) -> tuple[str, ...]:
-    """The mesh axes that an option names, one or several, in the order given.
+    """Returns the mesh axes that an option names, in the order given.
 
     Raises:
         ArgumentError: *names* are not strings.
-        MeshError: a name that the mesh does not have.
+        MeshError: the mesh does not have one of the names.
     """
     if not isinstance(names, Iterable):
         example = tuple(axes.sizes)[:1]
         raise ArgumentError(f'{option} are names of mesh axes, such as {example}, got {names!r}')
-    chosen = (names,) if isinstance(names, str) else tuple(names)
-    for name in chosen:
+    result = (names,) if isinstance(names, str) else tuple(names)
+    for name in result:
         if name not in axes.sizes:
-            near = did_you_mean(str(name), axes.sizes)
-            raise MeshError(f'{option}: the mesh ({axes}) has no axis {name!r} ({near})')
-    return chosen
+            suggestion = did_you_mean(str(name), axes.sizes)
+            raise MeshError(f'{option}: the mesh ({axes}) has no axis {name!r} ({suggestion})')
+    return result
 
 
 def faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> list[Fault]:
-    """Everything that is wrong with *spec* for an array of *shape*, divisibility aside."""
+    """Returns all faults of *spec* for an array of *shape*, except for divisibility."""
     return [*_entry_faults(spec, shape, axes), *_sums_faults(spec, axes)]
 
 
 def _entry_faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> Iterator[Fault]:
+    """Yields the faults of the entries of a spec."""
     used = spec_axes(spec)
     for axis in dict.fromkeys([*used, *sorted(spec.unreduced), *sorted(spec.reduced)]):
         if axis not in axes.sizes:
@@ -92,12 +99,12 @@ def _entry_faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -
 
 
 def _sums_faults(spec: PartitionSpec, axes: MeshAxes) -> Iterator[Fault]:
-    """What is wrong with the unreduced and reduced axes of a spec."""
+    """Yields the faults of the unreduced and reduced axes of a spec."""
     named = sorted(spec.unreduced | spec.reduced)
     others = {axis: kind.name for axis, kind in axes.types.items() if kind is not AxisType.Explicit}
     if named and others:
-        # Beside Auto axes JAX (0.10 to 0.12) makes parts of which each is the whole value; beside Manual ones
-        # XLA ends the process.
+        # If there are Auto axes, JAX (0.10 to 0.12) makes every term of the sum the full value. If there are
+        # Manual axes, XLA ends the process.
         yield Fault(
             'unreduced',
             f'unreduced or reduced axes ({", ".join(map(repr, named))}) on a mesh that has axes of '
@@ -109,13 +116,13 @@ def _sums_faults(spec: PartitionSpec, axes: MeshAxes) -> Iterator[Fault]:
 def indivisible_dims(
     spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes
 ) -> list[tuple[int, tuple[str, ...]]]:
-    """The dimensions that do not divide by their mesh axes, as (dimension, axes)."""
+    """Returns (dimension, axes) for each dimension that is not divisible by the sizes of its mesh axes."""
     pairs = [(dim, entry_axes(entry)) for dim, entry in enumerate(entries(spec))]
     return [(dim, names) for dim, names in pairs if names and shape[dim] % axes.size(names)]
 
 
 def divisibility_fault(dim: int, names: tuple[str, ...], shape: tuple[int, ...], axes: MeshAxes) -> Fault:
-    """The fault of one dimension found by `indivisible_dims`."""
+    """Returns the fault of one dimension from `indivisible_dims`."""
     sizes = ' x '.join(f'{name}={axes.sizes[name]}' for name in names)
     return Fault(
         'indivisible',
@@ -127,16 +134,16 @@ def divisibility_fault(dim: int, names: tuple[str, ...], shape: tuple[int, ...],
 
 
 def drop_indivisible(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -> PartitionSpec:
-    """The spec without the axes that do not divide, dropped from the right of each dimension.
+    """Removes axes from the right of each dimension until it is divisible.
 
     Example:
         >>> axes = MeshAxes({'a': 2, 'b': 3}, {})
         >>> drop_indivisible(PartitionSpec(('a', 'b'), 'b'), (4, 9), axes)
         P('a', 'b')
     """
-    kept: list[Any] = [*entries(spec)]
+    result: list[Any] = [*entries(spec)]
     for dim, names in indivisible_dims(spec, shape, axes):
         while shape[dim] % axes.size(names):
             names = names[:-1]
-        kept[dim] = names
-    return with_entries(spec, kept)
+        result[dim] = names
+    return with_entries(spec, result)

@@ -1,4 +1,4 @@
-"""Where two trees differ in their structure, and how messages say it."""
+"""Differences between the structures of two trees, as text for messages."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from scalax.errors import plural, shown_leaves
 IsLeaf = Callable[[Any], bool]
 
 
-def structure_differences(given: Any, wanted: Any, is_leaf: IsLeaf | None = None) -> str:
-    """Lists where a tree has another structure than the one wanted, one place a line.
+def structure_differences(tree: Any, expected: Any, is_leaf: IsLeaf | None = None) -> str:
+    """Lists the nodes at which the structure of a tree differs from the expected one, one per line.
 
     Args:
-        given: the tree.
-        wanted: the tree whose structure is wanted, or one that has leaves in place of some of its subtrees.
-        is_leaf: what is a leaf of *wanted* in addition, as in ``jax.tree.flatten``.
+        tree: the tree.
+        expected: a tree with the expected structure, or a prefix of one.
+        is_leaf: marks further leaves of *expected*, as in ``jax.tree.flatten``.
 
     Example:
         >>> print(
@@ -27,53 +27,53 @@ def structure_differences(given: Any, wanted: Any, is_leaf: IsLeaf | None = None
         ... )
           layers/{1,2}: 2 x a dict without 'w', with 'v'
     """
-    found = [(path, _in_place_of(*nodes)) for path, *nodes in _differences(wanted, given, is_leaf)]
-    if not found:  # the given tree has nodes where leaves are wanted
-        found = [
-            (path, f'{_node_text(mine)} in place of {_node_text(theirs)}')
-            for path, mine, theirs in _differences(given, wanted)
+    lines = [(path, _difference_text(*nodes)) for path, *nodes in _differences(expected, tree, is_leaf)]
+    if not lines:  # the tree has nodes where leaves are expected
+        lines = [
+            (path, f'{_node_text(node)} in place of {_node_text(expected_node)}')
+            for path, node, expected_node in _differences(tree, expected)
         ]
-    return shown_leaves(f'{path or "(the root)"}: {text}' for path, text in found)
+    return shown_leaves(f'{path or "(the root)"}: {text}' for path, text in lines)
 
 
 def _differences(
     prefix: Any, tree: Any, is_leaf: IsLeaf | None = None, at: str | None = None
 ) -> Iterator[tuple[str | None, Any, Any]]:
-    """The places where *prefix* is not a prefix of *tree*, with both nodes; nothing below such a place."""
+    """Yields the path and both nodes where *prefix* is not a prefix of *tree*; nothing below such a node."""
     treedef: Any = jax.tree.structure(prefix, is_leaf=is_leaf)
     try:
         treedef.flatten_up_to(tree)
         return
     except ValueError:
-        mine, theirs = dict(_children(prefix)), dict(_children(tree))
-    found: list[tuple[str | None, Any, Any]] = []
-    if type(prefix) is type(tree) and mine.keys() == theirs.keys():
-        for key, child in mine.items():
-            found.extend(_differences(child, theirs[key], is_leaf, join(at, key)))
-    yield from found or [(at, prefix, tree)]
+        prefixes, subtrees = dict(_children(prefix)), dict(_children(tree))
+    differences: list[tuple[str | None, Any, Any]] = []
+    if type(prefix) is type(tree) and prefixes.keys() == subtrees.keys():
+        for key, child in prefixes.items():
+            differences.extend(_differences(child, subtrees[key], is_leaf, join(at, key)))
+    yield from differences or [(at, prefix, tree)]
 
 
-def _in_place_of(wanted: Any, given: Any) -> str:
-    """What the second tree has in a place where the first one is wanted."""
-    if type(given) is not type(wanted) or isinstance(given, list | tuple):
-        return f'{_node_text(given)} in place of {_node_text(wanted)}'
-    mine, theirs = dict(_children(wanted)), dict(_children(given))
+def _difference_text(expected: Any, node: Any) -> str:
+    """Describes a node that differs from the expected one."""
+    if type(node) is not type(expected) or isinstance(node, list | tuple):
+        return f'{_node_text(node)} in place of {_node_text(expected)}'
+    expected_keys, keys = dict(_children(expected)), dict(_children(node))
     sides = {
-        'without': [key for key in mine if key not in theirs],
-        'with': [key for key in theirs if key not in mine],
+        'without': [key for key in expected_keys if key not in keys],
+        'with': [key for key in keys if key not in expected_keys],
     }
-    parts = [f'{word} {first_ten(map(repr, keys))}' for word, keys in sides.items() if keys]
-    return f'a {type(given).__name__} {", ".join(parts) or "that differs in its static fields"}'
+    parts = [f'{word} {first_ten(map(repr, names))}' for word, names in sides.items() if names]
+    return f'a {type(node).__name__} {", ".join(parts) or "that differs in its static fields"}'
 
 
 def first_ten(items: Iterable[str]) -> str:
-    """At most ten of them on one line, and how many more there are."""
+    """Lists at most ten items on one line, and counts the rest."""
     texts = list(items)
     return ', '.join(texts[:10]) + (f' and {len(texts) - 10} more' if len(texts) > 10 else '')
 
 
 def _node_text(node: Any) -> str:
-    """The kind and size of a node, as messages show it."""
+    """Describes the type and size of a node."""
     if node is None:
         return 'None'
     if jax.tree_util.all_leaves([node]):
@@ -82,6 +82,6 @@ def _node_text(node: Any) -> str:
 
 
 def _children(tree: Any) -> list[tuple[str, Any]]:
-    """The nodes right below the root of *tree*, with their keys; empty for a leaf."""
+    """Returns the keys and values of the direct children of the root of *tree*; empty for a leaf."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
     return [(key_string(path[0]), child) for path, child in flat if path]

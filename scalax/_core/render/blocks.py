@@ -1,12 +1,12 @@
-"""Blocks: what results say and show, as text and as HTML.
+"""Blocks of output, which are rendered as text and as HTML.
 
-A result is one list of blocks: `text` renders it for a terminal, `page` and `fragment` as HTML. Figures and
-trees are on pages only; what differs beyond that is inside of `TextOnly` and `HtmlOnly`.
+A result is one list of blocks: `text` renders it for a terminal, `page` and `fragment` as HTML. Only pages
+show figures and trees. Other differences between the two forms are inside of `TextOnly` and `HtmlOnly`.
 
-Pages are whole without scripts: trees fold, because they are ``<details>``, and tables hold their rows in a
-useful order. Where scripts run, tables and trees sort by each column, and trees are filtered. Where styles
-are dropped, as in a notebook that is not trusted, text and tables remain. Nothing has an id: a page may
-hold several plans.
+Pages are complete without scripts: trees fold, because they are ``<details>``, and the rows of tables are in
+a useful order. Scripts add sorting of tables and trees by each column, and filtering of trees. Where styles
+are dropped, as in a notebook that is not trusted, text and tables remain. No element has an id, because a
+page may hold several plans.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ Tone = Literal['', 'good', 'warn', 'bad']
 Kind = Literal['', 'number', 'code', 'lead', 'wide']
 MeshAxes = Mapping[str, int]
 NO_BREAK = '\u00a0'
-MOST_ROWS = 2000
-"""The rows of a table or a tree that a page shows: it is read by people, and has to load."""
+MAX_ROWS = 2000
+"""The largest number of rows of a table or a tree that a page shows."""
 _AXIS_COLORS = 6  # in palette.css
-_OPEN_AT_FIRST = 40  # rows of a tree
+_MAX_OPEN_ROWS = 40  # of a tree, when a page is opened
 _WIDTHS = {'code': 'minmax(100px, 1.7fr)', 'wide': 'var(--wide, minmax(150px, 2.2fr))'}
 
 
 class Block:
-    """Part of a result. What a class does not override is not there in that form."""
+    """A part of a result. By default it is empty in both forms."""
 
     def text(self, width: int) -> list[str]:
-        """The lines of text, tables no wider than *width*."""
+        """Returns the lines of text, with tables no wider than *width*."""
         return []
 
     def html(self, mesh: MeshAxes) -> str:
-        """The HTML, well-formed as XML is, the axes of *mesh* in their colours."""
+        """Returns HTML that is also well-formed XML, with the axes of *mesh* in their colours."""
         return ''
 
 
 def text(blocks: Iterable[Block], width: int | None) -> str:
-    """Blocks as text, *width* columns wide (default: as the terminal)."""
+    """Renders blocks as text, *width* columns wide (default: the width of the terminal)."""
     return '\n'.join(_lines(blocks, tables.terminal_width(width))).rstrip('\n')
 
 
@@ -53,12 +53,12 @@ def _lines(blocks: Iterable[Block], width: int) -> list[str]:
 
 
 def fragment(blocks: Iterable[Block]) -> str:
-    """Blocks as part of a notebook, in which they keep their own styles."""
+    """Renders blocks as notebook output, with their own styles."""
     return html_pages.notebook_part(html(blocks), _style(), html_pages.asset('blocks.js'))
 
 
 def page(title: str, blocks: Iterable[Block]) -> str:
-    """Blocks as a whole document that loads nothing, and runs only the script that sorts and filters."""
+    """Renders blocks as a document that loads nothing, and runs only the script that sorts and filters."""
     return html_pages.document(
         title,
         f'<main class="blocks">\n{html(blocks)}\n</main>',
@@ -68,7 +68,7 @@ def page(title: str, blocks: Iterable[Block]) -> str:
 
 
 def html(blocks: Iterable[Block], mesh: MeshAxes | None = None) -> str:
-    """Blocks as HTML; the axes of a mesh have their colours from the heading on that names it."""
+    """Renders blocks as HTML. Mesh axes have colours after the heading that names the mesh."""
     parts = []
     for block in blocks:
         mesh = block.axes if isinstance(block, Heading) else mesh
@@ -80,12 +80,12 @@ def _style() -> str:
     return html_pages.asset('head.css') + html_pages.asset('blocks.css')
 
 
-# --- What holds other blocks ----------------------------------------------------------------------
+# --- Containers of blocks --------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class TextOnly(Block):
-    """Blocks that a page says in another way."""
+    """Blocks that are left out of HTML, which shows their contents in another way."""
 
     body: Sequence[Block]
 
@@ -95,7 +95,7 @@ class TextOnly(Block):
 
 @dataclasses.dataclass(frozen=True)
 class HtmlOnly(Block):
-    """Blocks that text leaves out, or says in another way."""
+    """Blocks that are left out of text, which may show their contents in another way."""
 
     body: Sequence[Block]
 
@@ -105,12 +105,12 @@ class HtmlOnly(Block):
 
 @dataclasses.dataclass(frozen=True)
 class Section(Block):
-    """A part of a result, with a blank line below it in text; nothing where all of its blocks are empty.
+    """A titled group of blocks, followed by a blank line in text. It is empty if all of its blocks are.
 
     Attributes:
-        title: the title on a page; none if it is empty.
-        body: its blocks.
-        lead: what the blocks are, above them in both forms.
+        title: the title on a page; '' for no title.
+        body: the blocks.
+        lead: a description above the blocks, in both forms.
     """
 
     title: str
@@ -133,11 +133,11 @@ class Section(Block):
 
 @dataclasses.dataclass(frozen=True)
 class Collapsible(Block):
-    """A part of a result that opens and closes on a page.
+    """A group of blocks that opens and closes on a page.
 
     Attributes:
-        summary: what is always shown.
-        body: its blocks.
+        summary: the text that is always visible.
+        body: the blocks.
     """
 
     summary: str
@@ -151,12 +151,12 @@ class Collapsible(Block):
         return f'<details class="fold">{summary}{html(self.body, mesh)}</details>'
 
 
-# --- Words ----------------------------------------------------------------------------------------
+# --- Text -----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Heading(Block):
-    """The title of a page, or of a part of it, with the axes of a mesh in their colours."""
+    """The title of a page or of a part of it, with the axes of a mesh in their colours."""
 
     title: str
     axes: MeshAxes
@@ -172,11 +172,11 @@ class Heading(Block):
 
 @dataclasses.dataclass(frozen=True)
 class Lines(Block):
-    """Lines of words; empty ones are left out.
+    """Lines of text; empty ones are left out.
 
     Attributes:
         lines: the lines.
-        tone: the colour of a box around them on a page, if they are not to be missed.
+        tone: the colour of the box around the lines on a page; '' for no box.
     """
 
     lines: Sequence[str]
@@ -211,15 +211,15 @@ class Code(Block):
 
 
 def _colored(words: str, mesh: MeshAxes) -> str:
-    """A text with the names of mesh axes in their colours; an axis has the same one wherever it is named."""
+    """Renders text with the names of mesh axes in their colours."""
     if not mesh:
         return escape(words)
     names = '|'.join(map(re.escape, sorted(mesh, key=len, reverse=True)))
-    places = {name: place % _AXIS_COLORS for place, name in enumerate(mesh)}
+    colors = {name: index % _AXIS_COLORS for index, name in enumerate(mesh)}
     parts = re.split(rf'(?<!\w)({names})(?!\w)', words)
     return ''.join(
-        f'<span class="axis axis-{places[part]}">{escape(part)}</span>' if number % 2 else escape(part)
-        for number, part in enumerate(parts)
+        f'<span class="axis axis-{colors[part]}">{escape(part)}</span>' if index % 2 else escape(part)
+        for index, part in enumerate(parts)
     )
 
 
@@ -231,9 +231,9 @@ class Figure(NamedTuple):
 
     Attributes:
         value: the figure, with its unit.
-        label: what it is.
-        tone: its colour.
-        is_badge: whether it is a verdict, such as ``'fits'``, and no number.
+        label: the description of the figure.
+        tone: the colour.
+        is_badge: whether the value is a verdict, such as ``'fits'``, rather than a number.
     """
 
     value: str
@@ -250,9 +250,9 @@ class Figures(Block):
 
     def html(self, mesh: MeshAxes) -> str:
         rows = ''.join(
-            f'<div{_class(each.tone)}><dt>{escape(each.label)}</dt>'
-            f'<dd>{_badge(each.value, each.tone) if each.is_badge else escape(each.value)}</dd></div>\n'
-            for each in self.figures
+            f'<div{_class(tone)}><dt>{escape(label)}</dt>'
+            f'<dd>{_badge(value, tone) if is_badge else escape(value)}</dd></div>\n'
+            for value, label, tone, is_badge in self.figures
         )
         return f'<dl class="totals">\n{rows}</dl>'
 
@@ -268,27 +268,27 @@ class Column(NamedTuple):
     """A column of a table or a tree.
 
     Attributes:
-        head: its head.
-        kind: ``'number'``: aligned to the right, and sorted from the largest down; ``'code'``: names, those
-            of mesh axes in their colours; ``'lead'``: the name of the row, which is the title of its card on
-            a narrow screen; ``'wide'``: text that has a line of its own there.
-        show: the text of a number.
-        on_page: whether text leaves it out.
+        head: the heading.
+        kind: ``'number'``: aligned to the right, and sorted in descending order; ``'code'``: names, with mesh
+            axes in their colours; ``'lead'``: the name of the row, which is the title of its card on a narrow
+            screen; ``'wide'``: text that has its own line there.
+        show: converts a number to text.
+        html_only: whether text leaves out the column.
     """
 
     head: str
     kind: Kind = ''
     show: Callable[[Any], str] = str
-    on_page: bool = False
+    html_only: bool = False
 
 
 class Cell(NamedTuple):
-    """A cell that is more than a text, or a number that its column shows.
+    """A cell with more than a text or a number.
 
     Attributes:
-        text: its text.
-        key: the number by which its column is sorted; by its text if there is none.
-        tone: its colour, as a badge; or that of its bar.
+        text: the text.
+        key: the number by which its column is sorted. Without it the column is sorted by text.
+        tone: the colour of the text, as a badge, or of the bar.
         bar: the length of a bar below the text, from 0 to 1.
     """
 
@@ -299,7 +299,7 @@ class Cell(NamedTuple):
 
 
 Value = str | float | Cell | None
-"""A cell: a text, a number that its column shows, nothing, or more than these."""
+"""The contents of a cell. Numbers are converted to text by their column; None is empty."""
 Row = Sequence[Value]
 
 
@@ -311,66 +311,67 @@ def _cell(column: Column, value: Value) -> Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Table(Block):
-    """A table. On a page it sorts by each column where scripts run.
+    """A table. On a page, scripts sort it by each column.
 
-    The column that is wide takes lines of its own in text where there is no room, else the leading one.
+    Where text is too narrow, the wide column, or else the leading one, takes lines of its own.
 
     Attributes:
-        columns: its columns.
+        columns: the columns.
         rows: the values of each row.
-        best: the row to set in bold on a page.
-        most_lines: the rows that text shows.
-        footnotes: whether the last column becomes numbers of footnotes in text that is too narrow for it.
+        best: the index of the row that is bold on a page.
+        max_text_rows: the largest number of rows in text; None for all.
+        footnotes: whether the last column becomes footnotes in text that is too narrow for it.
     """
 
     columns: Sequence[Column]
     rows: Sequence[Row]
     best: int | None = None
-    most_lines: int | None = None
+    max_text_rows: int | None = None
     footnotes: bool = False
 
     def text(self, width: int) -> list[str]:
-        shown = [number for number, column in enumerate(self.columns) if not column.on_page]
-        columns = [self.columns[number] for number in shown]
+        indices = [i for i, column in enumerate(self.columns) if not column.html_only]
+        columns = [self.columns[i] for i in indices]
         kinds = [column.kind for column in columns]
         longest = 'wide' if 'wide' in kinds and not self.footnotes else 'lead'
-        path = kinds.index(longest) if longest in kinds else 0
-        numbers = [number for number, kind in enumerate(kinds) if kind == 'number']
+        path_column = kinds.index(longest) if longest in kinds else 0
+        number_columns = [i for i, kind in enumerate(kinds) if kind == 'number']
         cells = [[column.head for column in columns]]
-        for row in self.rows[: self.most_lines]:
-            cells.append([_cell(self.columns[number], row[number]).text for number in shown])
+        for row in self.rows[: self.max_text_rows]:
+            cells.append([_cell(self.columns[i], row[i]).text for i in indices])
         notes: list[str] = []
         if self.footnotes and not tables.fits(cells, width):
             cells, notes = tables.with_footnotes(cells)
-        below = ['', *tables.wrap_lines(notes, width)] if notes else []
-        return [*tables.table(cells, width, path, numbers), *self._rest(self.most_lines), *below]
+        lines = tables.table(cells, width, path_column, number_columns)
+        footnotes = ['', *tables.wrap_lines(notes, width)] if notes else []
+        return [*lines, *self._count_omitted(self.max_text_rows), *footnotes]
 
     def html(self, mesh: MeshAxes) -> str:
         heads = ''.join(
-            f'<th scope="col"{_class(each.kind)}>{escape(each.head)}</th>' for each in self.columns
+            f'<th scope="col"{_class(column.kind)}>{escape(column.head)}</th>' for column in self.columns
         )
         body = '\n'.join(
-            f'<tr{_class("best" if place == self.best else "")}>'
+            f'<tr{_class("best" if index == self.best else "")}>'
             + ''.join(
                 self._td(column, _cell(column, value), mesh)
                 for column, value in zip(self.columns, row, strict=True)
             )
             + '</tr>'
-            for place, row in enumerate(self.rows[:MOST_ROWS])
+            for index, row in enumerate(self.rows[:MAX_ROWS])
         )
         return (
             f'<div class="scroll"><table class="sortable">\n<thead><tr>{heads}</tr></thead>\n'
-            f'<tbody>\n{body}\n</tbody>\n</table></div>{"".join(map(_note, self._rest(MOST_ROWS)))}'
+            f'<tbody>\n{body}\n</tbody>\n</table></div>{"".join(map(_note, self._count_omitted(MAX_ROWS)))}'
         )
 
     def _td(self, column: Column, cell: Cell, mesh: MeshAxes) -> str:
         attributes = f'{_class(column.kind)} data-label="{escape(column.head)}"{_sort_key(column, cell)}'
         return f'<td{attributes}>{_content(column, cell, mesh)}</td>'
 
-    def _rest(self, shown: int | None) -> list[str]:
-        if shown is None or len(self.rows) <= shown:
+    def _count_omitted(self, limit: int | None) -> list[str]:
+        if limit is None or len(self.rows) <= limit:
             return []
-        return [f'... and {len(self.rows) - shown:,} more']
+        return [f'... and {len(self.rows) - limit:,} more']
 
 
 def _content(column: Column, cell: Cell, mesh: MeshAxes) -> str:
@@ -382,7 +383,7 @@ def _content(column: Column, cell: Cell, mesh: MeshAxes) -> str:
 
 
 def _sort_key(column: Column, cell: Cell) -> str:
-    """The number that a cell is sorted by; empty in a column of numbers if it has none."""
+    """Returns the attribute with the sort key of a cell. In a column of numbers the key may be empty."""
     if cell.key is None and column.kind != 'number':
         return ''
     return f' data-key="{"" if cell.key is None else repr(cell.key)}"'
@@ -390,7 +391,7 @@ def _sort_key(column: Column, cell: Cell) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """A row of a tree: its name, its other cells, and the rows below it."""
+    """A row of a tree: its name, its other cells, and its children."""
 
     name: str
     cells: Row = ()
@@ -399,12 +400,12 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class Tree(Block):
-    """A tree of rows that folds; where scripts run, it sorts by each column and is filtered.
+    """A tree of rows. On a page its nodes open and close, and scripts sort and filter it.
 
-    As many levels are open at first as have few rows.
+    Levels are open initially while they have few rows in total.
 
     Attributes:
-        columns: its columns; that of the names first.
+        columns: the columns; the column of names is the first.
         nodes: the rows of the top level.
     """
 
@@ -415,21 +416,23 @@ class Tree(Block):
         if not self.nodes:
             return ''
         name, *others = self.columns
-        heads = ''.join(f' <span{_class("cell", each.kind)}>{escape(each.head)}</span>' for each in others)
+        heads = ''.join(
+            f' <span{_class("cell", column.kind)}>{escape(column.head)}</span>' for column in others
+        )
         levels = _levels(self.nodes)
-        opened = sum(total <= _OPEN_AT_FIRST for total in itertools.accumulate(levels)) - 1
-        left = iter(range(MOST_ROWS))
-        body = ''.join(_node(node, others, mesh, 0, opened, left) for node in self.nodes)
-        style = '--columns: ' + ' '.join(_WIDTHS.get(each.kind, 'minmax(62px, 1fr)') for each in others)
-        rest = _note(f'The first {MOST_ROWS:,} rows are shown.') if sum(levels) > MOST_ROWS else ''
+        open_levels = sum(total <= _MAX_OPEN_ROWS for total in itertools.accumulate(levels)) - 1
+        budget = iter(range(MAX_ROWS))
+        body = ''.join(_node(node, others, mesh, 0, open_levels, budget) for node in self.nodes)
+        style = '--columns: ' + ' '.join(_WIDTHS.get(column.kind, 'minmax(62px, 1fr)') for column in others)
+        omitted = _note(f'The first {MAX_ROWS:,} rows are shown.') if sum(levels) > MAX_ROWS else ''
         return (
             f'<div class="tree" style="{style}">\n<div class="row heads" style="--level: 0">'
-            f'<span class="name">{escape(name.head)}</span>{heads}</div>\n{body}</div>{rest}'
+            f'<span class="name">{escape(name.head)}</span>{heads}</div>\n{body}</div>{omitted}'
         )
 
 
 def _levels(nodes: Sequence[Node]) -> list[int]:
-    """The number of rows of each level of a tree."""
+    """Returns the number of rows in each level of a tree."""
     counts = []
     while nodes:
         counts.append(len(nodes))
@@ -438,10 +441,10 @@ def _levels(nodes: Sequence[Node]) -> list[int]:
 
 
 def _node(
-    node: Node, columns: Sequence[Column], mesh: MeshAxes, level: int, opened: int, left: Iterator[int]
+    node: Node, columns: Sequence[Column], mesh: MeshAxes, level: int, open_levels: int, budget: Iterator[int]
 ) -> str:
-    """A row and those below it; *left* has an item for each row that may still be shown."""
-    if next(left, None) is None:
+    """Renders a row and its children. *budget* has one item for each row that may still be shown."""
+    if next(budget, None) is None:
         return ''
     cells = ''
     for column, value in zip(columns, node.cells, strict=True):
@@ -449,17 +452,17 @@ def _node(
         label = f'<span class="label">{escape(column.head)} </span>' if cell.text else ''
         attributes = f'{_class("cell", column.kind)}{_sort_key(column, cell)}'
         cells += f' <span{attributes}>{label}{_content(column, cell, mesh)}</span>'
-    # Without styles, spaces are what tells the levels apart.
+    # Without styles, only spaces distinguish the levels.
     indent = f'<span class="indent">{level * 4 * NO_BREAK}</span>' if level else ''
     row = f'{indent}<span class="name">{escape(node.name)}</span>{cells}'
     style = f'style="--level: {level}"'
     if not node.children:
         return f'<div class="row" {style}>{row}</div>\n'
-    below = ''.join(_node(child, columns, mesh, level + 1, opened, left) for child in node.children)
-    is_open = ' open="open"' if level < opened else ''
-    return f'<details{is_open}><summary class="row" {style}>{row}</summary>\n{below}</details>\n'
+    children = ''.join(_node(child, columns, mesh, level + 1, open_levels, budget) for child in node.children)
+    is_open = ' open="open"' if level < open_levels else ''
+    return f'<details{is_open}><summary class="row" {style}>{row}</summary>\n{children}</details>\n'
 
 
 def _class(*names: str) -> str:
-    found = ' '.join(filter(None, names))
-    return f' class="{found}"' if found else ''
+    text = ' '.join(filter(None, names))
+    return f' class="{text}"' if text else ''

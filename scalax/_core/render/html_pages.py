@@ -1,8 +1,8 @@
-"""Self-contained pages of HTML, and parts of notebooks: escaping, whole documents, what a script wakes.
+"""Self-contained HTML pages and notebook output.
 
-Part of a notebook is plain HTML first, which is what readers see where scripts do not run, as in a notebook
-that is not trusted. Its script moves it into a shadow root, so that styles of ours and of the page around it
-do not touch each other. Nothing is loaded from anywhere.
+Notebook output is plain HTML where scripts do not run, as in a notebook that is not trusted. Elsewhere its
+script moves it into a shadow root, so that its styles and those of the surrounding page do not affect each
+other. Nothing is loaded from the network.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib import resources
 
 
 def visible(text: str) -> str:
-    r"""The text, with escapes for characters that cannot be printed or change the direction of writing.
+    r"""Escapes characters that cannot be printed or change the direction of writing.
 
     Example:
         >>> visible('a\nb \u202e é')
@@ -30,7 +30,7 @@ def visible(text: str) -> str:
 
 
 def escape(text: str) -> str:
-    """The text as HTML, also for attributes.
+    """Escapes text for HTML, in attributes too.
 
     Example:
         >>> escape('</script> & "co"')
@@ -40,15 +40,15 @@ def escape(text: str) -> str:
 
 
 def document(title: str, body: str, style: str, script: str) -> str:
-    """A whole document, which loads nothing and runs no script but its own.
+    """Returns an HTML document that loads nothing and runs only its own script.
 
     Args:
         title: plain text.
-        body: HTML, well-formed as XML is; whole without the script.
+        body: HTML that is also well-formed XML, and complete without the script.
         style: CSS.
-        script: JavaScript, which runs below the body.
+        script: JavaScript, which runs after the body.
     """
-    # As XML, scripts and styles are text, in which "<" and "&" would be markup.
+    # In XML, "<" and "&" in scripts and styles would be markup.
     script = f'//<![CDATA[\n"use strict";\n{{\n{script}\n}}\n//]]>'
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
@@ -66,23 +66,22 @@ def document(title: str, body: str, style: str, script: str) -> str:
 
 
 def notebook_part(body: str, style: str, script: str) -> str:
-    """Part of a notebook: as it is where scripts do not run, and else inside a shadow root.
+    """Returns notebook output, which its script moves into a shadow root.
 
     Args:
         body: HTML.
         style: CSS of the shadow root.
-        script: JavaScript that defines ``enliven(blocks)``, which is called with the element that the body is
-            in then.
+        script: JavaScript that defines ``enliven(blocks)``, which is called with the element around the body.
     """
-    # Styles are in the script: the sanitizer of an untrusted notebook drops scripts and their content, but
-    # keeps the text of other elements.
+    # Styles are part of the script: the sanitizer of an untrusted notebook drops scripts and their content,
+    # but keeps the text of style elements.
     inside = json.dumps(asset('palette.css') + style).replace('<', r'\u003c')
     script = f'const STYLE = {inside};\n{script}\n{asset("notebook.js")}'
-    # The name tells versions apart: a saved notebook may hold parts of an older scalax.
+    # The name distinguishes versions: a saved notebook may hold output of an older scalax.
     name = hashlib.sha256(script.encode()).hexdigest()[:12]
     script = f'(() => {{\n"use strict";\nconst PART = "{name}";\n{script}}})();'
     return (
-        # The second attribute keeps JupyterLab from taking keys typed inside for its own shortcuts.
+        # The second attribute stops JupyterLab from treating keys typed inside as its own shortcuts.
         f'<div data-scalax="{name}" data-lm-suppress-shortcuts="true">\n'
         f'<div class="scalax-static">\n{body}\n</div>\n</div>\n<script>{script}</script>\n'
     )
@@ -90,5 +89,5 @@ def notebook_part(body: str, style: str, script: str) -> str:
 
 @functools.cache
 def asset(name: str) -> str:
-    """The text of a file in the folder ``assets``."""
+    """Returns the text of a file in the folder ``assets``."""
     return resources.files('scalax._core.render').joinpath('assets', name).read_text(encoding='utf-8')

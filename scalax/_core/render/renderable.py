@@ -1,4 +1,4 @@
-"""What all results have in common: text, part of a notebook and a page, from one list of blocks."""
+"""Base class of results: text, notebook output and an HTML page, rendered from one list of blocks."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from scalax._core.render import blocks
 
 
 class Renderable:
-    """A result that shows itself; ``str()`` of it is text for a terminal."""
+    """A result that renders itself. ``str()`` of it is text for a terminal."""
 
     def _title(self) -> str:
-        """The title in notebooks, and of a page without one of its own."""
+        """Returns the default title of a page and of notebook output."""
         raise NotImplementedError
 
     def _blocks(self, title: str) -> list[blocks.Block]:
-        """What there is to show, below a title, which text leaves out."""
+        """Returns the blocks of the result. Text leaves out the title."""
         raise NotImplementedError
 
-    def _page(self, title: str) -> list[blocks.Block]:
-        """What a page shows."""
+    def _page_blocks(self, title: str) -> list[blocks.Block]:
+        """Returns the blocks of a page."""
         return self._blocks(title)
 
     def __str__(self) -> str:
         return self.to_text()
 
     def to_text(self, width: int | None = None) -> str:
-        """The result as text.
+        """Returns the result as text.
 
         Args:
-            width: the width in columns, at least 60; that of the terminal by default.
+            width: the width in columns, at least 60; by default the width of the terminal.
         """
         return blocks.text(self._blocks(''), width)
 
@@ -38,11 +38,11 @@ class Renderable:
         return blocks.fragment(self._blocks(self._title()))
 
     def to_html(self, path: str | os.PathLike[str], title: str | None = None) -> None:
-        """Writes the result as a page that loads nothing; its scripts only sort and filter.
+        """Writes the result as a self-contained HTML page, whose scripts only sort and filter.
 
         Args:
             path: the file to write.
-            title: the title of the page, plain text; by default the page says what it is about.
+            title: the title of the page, as plain text; by default it describes the result.
 
         Example:
             >>> import tempfile, pathlib
@@ -53,4 +53,4 @@ class Renderable:
             '<!DOCTYPE html>'
         """
         title = self._title() if title is None else title
-        Path(path).write_bytes(blocks.page(title, self._page(title)).encode())
+        Path(path).write_bytes(blocks.page(title, self._page_blocks(title)).encode())

@@ -1,4 +1,4 @@
-"""Reports and plans as JSON: dataclasses as plain values with a version, and a reader of what was written.
+"""JSON serialization of reports and plans: dataclasses as plain values, with a version.
 
 The reader builds each field from the type that its class declares.
 """
@@ -31,11 +31,11 @@ _UNCONSTRAINED = 'UNCONSTRAINED'
 
 
 def to_plain(value: Any) -> Any:
-    """A value in plain Python values, ready for ``json.dumps``.
+    """Converts a value to plain Python values, ready for ``json.dumps``.
 
     Args:
-        value: a plain value, an enum, a PartitionSpec; a dataclass or named tuple, which may have its own
-            ``to_dict``; or a tuple or mapping of these.
+        value: a plain value, an enum, a PartitionSpec, a dataclass or named tuple, which may have its own
+            ``to_dict``, or a tuple or mapping of these.
 
     Example:
         >>> to_plain({'spec': PartitionSpec(None, ('data', 'model'))})
@@ -56,7 +56,7 @@ def to_plain(value: Any) -> Any:
 
 
 def write(values: Mapping[str, Any]) -> str:
-    """The JSON of plain values and the version, with a line for each item, and for each dict in a list."""
+    """Returns JSON with the version, and a line for each item and for each dict in a list."""
     lines = []
     for key, value in {'version': _VERSION, **values}.items():
         text = json.dumps(value)
@@ -68,12 +68,12 @@ def write(values: Mapping[str, Any]) -> str:
 
 
 def read(kind: type[T], text_or_path: str | os.PathLike[str], what: str) -> T:
-    """The value that was written.
+    """Reads a value that `write` has written.
 
     Args:
-        kind: its class. What it computes (its properties) may be in the file too, and is not read.
-        text_or_path: the JSON itself, or the path of a file of it.
-        what: what it is called in messages, such as ``'report'``.
+        kind: the class of the value. Its properties may be in the file too, and are not read.
+        text_or_path: the JSON itself, or the path of a file that holds it.
+        what: the name of the value in messages, such as ``'report'``.
 
     Raises:
         DataError: the file holds something else, or another version, or cannot be read.
@@ -102,7 +102,7 @@ def read(kind: type[T], text_or_path: str | os.PathLike[str], what: str) -> T:
             f'{_VERSION}: write it anew with {what}.to_json()'
         )
     try:
-        return typing.cast(T, _built(kind, values))
+        return typing.cast(T, _build(kind, values))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         why = f'it has no {error}' if isinstance(error, LookupError) else error
         raise DataError(
@@ -111,24 +111,24 @@ def read(kind: type[T], text_or_path: str | os.PathLike[str], what: str) -> T:
         ) from error
 
 
-def _built(kind: Any, values: Any) -> Any:
-    """A dataclass or named tuple of plain values."""
+def _build(kind: Any, values: Any) -> Any:
+    """Builds a dataclass or named tuple from plain values."""
     return kind(**{name: _value(field, values[name]) for name, field in _fields(kind).items()})
 
 
 @functools.cache
 def _fields(kind: Any) -> dict[str, Any]:
-    """The fields of a class: name -> its type."""
+    """Returns the fields of a class: name -> type."""
     hints = typing.get_type_hints(kind)
     return {name: hints[name] for name in inspect.signature(kind).parameters}
 
 
 def _value(kind: Any, value: Any) -> Any:
-    """A plain value as a value of the type *kind*."""
+    """Converts a plain value to the type *kind*."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is PartitionSpec:
         return _spec(value)
-    if origin is types.UnionType:  # of a type and None
+    if origin is types.UnionType:  # a type or None
         return None if value is None else _value(arguments[0], value)
     if origin is tuple:
         return tuple(_value(arguments[0], item) for item in _checked(list, value))
@@ -140,18 +140,18 @@ def _value(kind: Any, value: Any) -> Any:
         return _checked(kind, value)
     if origin is not None:  # a mapping
         return {key: _value(arguments[1], item) for key, item in value.items()}
-    return kind(value) if issubclass(kind, enum.Enum) else _built(kind, value)
+    return kind(value) if issubclass(kind, enum.Enum) else _build(kind, value)
 
 
 def _checked(kind: type, value: Any) -> Any:
-    """Returns a value that is of a type; JSON written by others has integers where floats are meant."""
+    """Checks the type of a value. Integers are accepted as floats: other writers drop ``.0``."""
     if type(value) is not kind and not (kind is float and type(value) is int):
         raise ValueError(f'{reprlib.repr(value)} is not of type {kind.__name__}')
     return value
 
 
 def _plain_spec(spec: PartitionSpec) -> Any:
-    """The entries of a spec; with the axes along which it is unreduced or reduced, if there are any.
+    """Converts a spec to its entries; with unreduced and reduced axes, to a dict.
 
     Raises:
         DataError: a mesh axis has the name that stands for `PartitionSpec.UNCONSTRAINED`.
@@ -173,6 +173,7 @@ def _plain_spec(spec: PartitionSpec) -> Any:
 
 
 def _spec(value: Any) -> PartitionSpec:
+    """Converts plain entries, or a dict, to a spec."""
     written = value if isinstance(value, dict) else {'entries': value}
     sums: dict[str, Any] = {name: frozenset(written.get(name, ())) for name in ('unreduced', 'reduced')}
     if 'unreduced_kind' in written:

@@ -1,7 +1,7 @@
-"""Tables of text that fit the terminal without losing anything.
+"""Text tables that fit the width of the terminal without truncation, and texts of units.
 
-A path that is too long for its column has a line of its own above the rest of its row. Where there is too
-little room for the other columns, every path has one, and the rest of its row is packed below it.
+A path that is too long for its column gets its own line, above the rest of its row. If the other columns do
+not fit either, every path gets its own line, and the rest of its row is packed below it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from scalax.errors import ArgumentError
 GAP = '  '
 _INDENT = 4
 _PREFIXES = (('E', 1e18), ('P', 1e15), ('T', 1e12), ('G', 1e9), ('M', 1e6), ('k', 1e3))
-_SMALLEST = -4  # the exponent of the smallest number that is written without one
+_MIN_EXPONENT = -4  # of numbers that are written without an exponent
 _UNITS = {'': 1, 'B': 1, **{f'{unit}iB': 1 << 10 * power for power, unit in enumerate('KMGT', 1)}}
 _UNITS |= {f'{unit}B': 10 ** (3 * power) for power, unit in enumerate('KMGT', 1)}
 _NO_BREAK = '\u00a0'
 _BEFORE_UNIT = re.compile(r'(?<=\d) (?=(?:[KMGT]iB|B|ms|%)(?!\w))')
-_LEAST = 20  # characters of a line for the parts of a path
+_MIN_PATH_WIDTH = 20  # characters of a line for the parts of a path
 
 
 def human_bytes(count: int) -> str:
-    """A number of bytes in binary units.
+    """Formats a number of bytes in binary units.
 
     Example:
         >>> human_bytes(1536), human_bytes(3), human_bytes(5 * 2**40)
@@ -44,18 +44,18 @@ def human_bytes(count: int) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """The number of bytes of a text such as ``'16GiB'`` or ``'80GB'``; 0 if it is none.
+    """Parses a size such as ``'16GiB'`` or ``'80GB'`` as a number of bytes. Returns 0 for any other text.
 
     Example:
         >>> parse_bytes('2 KiB'), parse_bytes('80GB'), parse_bytes('17'), parse_bytes('many')
         (2048, 80000000000, 17, 0)
     """
-    found = re.fullmatch(r'(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]?i?B|)', text.strip())
-    return int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
+    match = re.fullmatch(r'(\d{1,15}(?:\.\d{1,9})?) ?([KMGT]?i?B|)', text.strip())
+    return int(float(match[1]) * _UNITS.get(match[2], 0)) if match else 0
 
 
 def signed_bytes(change: int) -> str:
-    """A difference in bytes.
+    """Formats a difference in bytes, with its sign.
 
     Example:
         >>> signed_bytes(1536), signed_bytes(-3)
@@ -65,7 +65,7 @@ def signed_bytes(change: int) -> str:
 
 
 def three_figures(value: float) -> str:
-    """A number with as many figures as a plan knows: measured steps differ in the third one.
+    """Formats a number with three significant figures, because times of equal steps differ in the third.
 
     Example:
         >>> [three_figures(value) for value in (1959.974, 56.93, 3.1, 0.01234, 0, math.inf)]
@@ -75,11 +75,11 @@ def three_figures(value: float) -> str:
         return f'{value:g}'
     rounded = float(f'{value:.2e}')
     exponent = math.floor(math.log10(abs(rounded)))
-    return f'{rounded:.3g}' if exponent < _SMALLEST else f'{rounded:,.{max(0, 2 - exponent)}f}'
+    return f'{rounded:.3g}' if exponent < _MIN_EXPONENT else f'{rounded:,.{max(0, 2 - exponent)}f}'
 
 
 def milliseconds(seconds: float) -> str:
-    """A time as tables show it.
+    """Formats a time in milliseconds.
 
     Example:
         >>> milliseconds(1.5), milliseconds(0.0123456)
@@ -89,7 +89,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def human_flops(count: float) -> str:
-    """A number of floating-point operations.
+    """Formats a number of floating-point operations.
 
     Example:
         >>> human_flops(1.673e16), human_flops(999_600), human_flops(12)
@@ -103,7 +103,7 @@ def human_flops(count: float) -> str:
 
 
 def array_text(dtype: str, shape: Sequence[int]) -> str:
-    """An array type as tables show it.
+    """Formats the type of an array as tables show it.
 
     Example:
         >>> array_text('float32', (8, 16))
@@ -113,7 +113,7 @@ def array_text(dtype: str, shape: Sequence[int]) -> str:
 
 
 def terminal_width(width: int | None) -> int:
-    """The width of a table in columns: *width*, or that of the terminal; at least 60.
+    """Returns the width of a table in columns: *width*, or the width of the terminal; at least 60.
 
     Raises:
         ArgumentError: *width* is not a number of columns.
@@ -124,47 +124,44 @@ def terminal_width(width: int | None) -> int:
 
 
 def fits(cells: Sequence[Sequence[str]], width: int) -> bool:
-    """Whether each row fits on one line."""
+    """Returns whether each row fits on one line."""
     widths = _widths(cells)
     return sum(widths) + len(GAP) * (len(widths) - 1) <= width
 
 
 def table(cells: Sequence[Sequence[str]], width: int, path: int, right: Container[int]) -> list[str]:
-    """The lines of a table, its heads underlined, without characters that control a terminal.
+    """Returns the lines of a table, with underlined headings and without terminal control characters.
 
     Args:
-        cells: the heads and the rows.
+        cells: the headings and the rows.
         width: the largest width of a line.
-        path: the column that may take lines of its own.
-        right: the columns that are aligned to the right.
+        path: the index of the column that may take lines of its own.
+        right: the indices of the columns that are aligned to the right.
     """
     cells = [[visible(text) for text in texts] for texts in cells]
     widths = _widths(cells)
     room = width - sum(widths) - len(GAP) * (len(widths) - 1) + widths[path]
     if room < len(cells[0][path]):
-        rows = [_packed(texts, widths, width, path, right) for texts in cells]
+        rows = [_packed_row(texts, widths, width, path, right) for texts in cells]
     else:
         widths[path] = max(len(texts[path]) for texts in cells if len(texts[path]) <= room)
-        rows = [_in_columns(texts, widths, width, path, right) for texts in cells]
+        rows = [_aligned_row(texts, widths, width, path, right) for texts in cells]
     heads, *others = [[line.rstrip() for line in row] for row in rows]
     lines = [line for row in others for line in row]
     return [*heads, '-' * max(map(len, [*heads, *lines])), *lines]
 
 
 def with_footnotes(cells: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
-    """The heads and the rows, with the texts of the last column as numbers of footnotes; and these."""
+    """Replaces the texts of the last column by footnote marks. Returns the cells and the footnotes."""
     heads, *rows = cells
     texts = dict.fromkeys(text for *_, text in rows if text)
-    numbers = {text: f'[{number}]' for number, text in enumerate(texts, 1)}
-    numbered = [[*others, numbers.get(text, '')] for *others, text in rows]
-    return [[*heads], *numbered], [f'{number} {text}' for text, number in numbers.items()]
+    marks = {text: f'[{number}]' for number, text in enumerate(texts, 1)}
+    marked = [[*others, marks.get(text, '')] for *others, text in rows]
+    return [[*heads], *marked], [f'{mark} {text}' for text, mark in marks.items()]
 
 
 def wrap_lines(lines: Iterable[str], width: int) -> list[str]:
-    """Lines of text as lines no wider than *width*, without characters that control a terminal.
-
-    Numbers stay with their units.
-    """
+    """Wraps lines at *width*, without terminal control characters. Numbers stay with their units."""
     indent = ' ' * _INDENT
     joined = (_BEFORE_UNIT.sub(_NO_BREAK, visible(line)) for line in lines)
     return [
@@ -178,7 +175,7 @@ _BREAKS = ('/', ', ', ',', ' ', '.')
 
 
 def break_text(text: str, room: int) -> list[str]:
-    """A text in parts no longer than *room*, broken after a slash, else after a comma, a space or a dot.
+    """Breaks a text into parts no longer than *room*: after a slash, or else a comma, a space or a dot.
 
     Example:
         >>> break_text('layers/{0..11}/attention', 16), break_text("P('fsdp', 'tp')", 10)
@@ -188,7 +185,7 @@ def break_text(text: str, room: int) -> list[str]:
     """
     parts, room = [], max(room, 1)
     while len(text) > room:
-        inside = text[:room].lstrip()  # no part is the indentation alone
+        inside = text[:room].lstrip()  # no part is only the indentation
         ends = (text.rfind(mark, 0, room) + len(mark) for mark in _BREAKS if mark in inside)
         end = next(ends, room)
         parts.append(text[:end])
@@ -205,33 +202,33 @@ def _padded(texts: Sequence[str], widths: Sequence[int], right: Container[int]) 
     return [text.rjust(width) if i in right else text.ljust(width) for i, (text, width) in pairs]
 
 
-def _in_columns(
+def _aligned_row(
     texts: Sequence[str], widths: Sequence[int], width: int, path: int, right: Container[int]
 ) -> list[str]:
-    """The lines of a row; those of a path that is too long for its column stand above the rest."""
-    above: list[str] = []
+    """Returns the lines of a row. A path that is too long for its column is above the rest."""
+    path_lines: list[str] = []
     if len(texts[path]) > widths[path]:
-        above = _above(texts, widths, width, path, right)
+        path_lines = _path_lines(texts, widths, width, path, right)
         texts = [*[''] * (path + 1), *texts[path + 1 :]]
-    return [*above, GAP.join(_padded(texts, widths, right))] if any(texts) else above
+    return [*path_lines, GAP.join(_padded(texts, widths, right))] if any(texts) else path_lines
 
 
-def _above(
+def _path_lines(
     texts: Sequence[str], widths: Sequence[int], width: int, path: int, right: Container[int]
 ) -> list[str]:
-    """The lines of a path and the columns before it."""
+    """Returns the lines of a path, after the columns before it."""
     before = ''.join(f'{text}{GAP}' for text in _padded(texts[:path], widths, right))
     room = width - len(before)
     first, *others = break_text(texts[path], room if len(texts[path]) <= room else room - len(GAP))
     return [before + first, *(f'{" " * len(before)}{GAP}{name}' for name in others)]
 
 
-def _packed(
+def _packed_row(
     texts: Sequence[str], widths: Sequence[int], width: int, path: int, right: Container[int]
 ) -> list[str]:
-    """The lines of a row whose path has lines of its own, with as many other columns on a line as fit."""
-    if width - sum(size + len(GAP) for size in widths[:path]) >= _LEAST:
-        lines, rest = _above(texts, widths, width, path, right), texts[path + 1 :]
+    """Returns the lines of a row whose path has its own lines, and whose other columns are packed."""
+    if width - sum(size + len(GAP) for size in widths[:path]) >= _MIN_PATH_WIDTH:
+        lines, rest = _path_lines(texts, widths, width, path, right), texts[path + 1 :]
     else:  # the columns before the path leave no room for it on their line
         lines, rest = break_text(texts[path], width), [*texts[:path], *texts[path + 1 :]]
     line = ''

@@ -1,4 +1,4 @@
-"""A file of trials: a line of JSON for each, so that a search that was stopped continues from there."""
+"""Log of trials: one line of JSON per trial, from which an interrupted search continues."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ import jax
 from scalax._version import __version__
 from scalax.errors import ArgumentError, DataError
 
-_BEGIN = b'{"of": "'
+_START = b'{"of": "'
 _COMPILERS = ('jaxlib', 'libtpu', 'jax-cuda12-pjrt', 'jax-cuda13-pjrt')
-# Variables of the environment that compilers read beside a program and its options.
+# Prefixes of environment variables that compilers read.
 _FLAGS = ('XLA_', 'LIBTPU_')
 
 
 class TrialFile:
-    """The trials of searches, each under the fingerprint of what was tried. Lines are only ever appended.
+    """The trials of searches, each under the fingerprint of its inputs. Lines are only appended.
 
-    A line that was cut off, because its search was killed, is passed over.
+    An incomplete line, which a killed search may leave, is skipped.
 
     Args:
-        path: the file, which is created if it does not exist. None keeps nothing.
+        path: the file, which is created if it does not exist. None stores nothing.
 
     Attributes:
-        path: the file; None if nothing is kept.
+        path: the file, or None.
 
     Raises:
         ArgumentError: there cannot be a file at this path.
@@ -43,13 +43,13 @@ class TrialFile:
             raise ArgumentError(f'file has to be the path of a file of trials, got {path!r}')
         self.path = None if path is None else Path(path)
         self._trials: dict[str, dict[str, Any]] = {}
-        self._is_cut_off = False
+        self._is_last_line_incomplete = False
         if self.path is None:
             return
         if self.path.exists() and not self.path.is_dir():
             self._read(self.path)
         try:
-            self.path.open('ab').close()  # minutes of compiling come before the first line
+            self.path.open('ab').close()  # fail now: minutes of compiling come before the first line
         except OSError as error:
             raise ArgumentError(
                 f'the file of trials {os.fspath(self.path)!r} cannot be written: {error.strerror or error}'
@@ -65,11 +65,11 @@ class TrialFile:
             return
         line = json.dumps({'of': fingerprint, **values}, allow_nan=False)
         with self.path.open('a', encoding='ascii') as out:
-            out.write('\n' * self._is_cut_off + line + '\n')
-        self._is_cut_off = False
+            out.write('\n' * self._is_last_line_incomplete + line + '\n')
+        self._is_last_line_incomplete = False
 
     def _read(self, path: Path) -> None:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             raise _not_trials(path, 'it is not a regular file')
         try:
             data = path.read_bytes()
@@ -78,13 +78,13 @@ class TrialFile:
         for line in data.split(b'\n'):
             try:
                 values = json.loads(line)
-            except (ValueError, RecursionError):  # cut off, or damaged
+            except (ValueError, RecursionError):  # incomplete or damaged
                 continue
             if isinstance(values, dict) and isinstance(values.get('of'), str):
                 self._trials[values.pop('of')] = values
-        if not self._trials and not data.startswith(_BEGIN[: len(data)]):
+        if not self._trials and not data.startswith(_START[: len(data)]):
             raise _not_trials(path, f'it begins with {data[:40].decode("utf-8", "replace")!r}')
-        self._is_cut_off = bool(data) and not data.endswith(b'\n')
+        self._is_last_line_incomplete = bool(data) and not data.endswith(b'\n')
 
 
 def _not_trials(path: Path, why: str) -> DataError:
@@ -95,16 +95,16 @@ def _not_trials(path: Path, why: str) -> DataError:
 
 
 def fingerprint(parts: Iterable[str]) -> str:
-    """Returns a text that differs for trials of which one cannot take the place of the other.
+    """Returns a text that differs for trials whose results may differ.
 
     Args:
-        parts: what was tried. The versions of scalax, JAX and the compilers are added, and the variables
-            in which compilers find flags.
+        parts: the inputs of the trial. The versions of scalax, JAX and the compilers are added, and the
+            environment variables with compiler flags.
     """
     flags = sorted(f'{name}={value}' for name, value in os.environ.items() if name.startswith(_FLAGS))
     versions = [f'{name} {_version(name)}' for name in _COMPILERS]
     lines = [__version__, jax.__version__, *versions, *flags, *parts]
-    # Addresses of functions differ from process to process. Shapes such as 80x128 have a 0x too.
+    # Addresses of functions differ between processes. Shapes such as 80x128 contain 0x too.
     text = re.sub(' at 0x[0-9a-f]+', '', '\n'.join(lines))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -1,5 +1,5 @@
-"""Utilities that know nothing of sharding.
+"""Utilities that are independent of sharding.
 
-An LRU cache, the folding of numbered names, renamed keywords, notices about slow work, and which frames of a
-stack are the user's.
+An LRU cache, folding of numbered names, renamed keywords, progress lines, strict JSON, stack space, and the
+user's frames of a stack.
 """

@@ -1,4 +1,4 @@
-"""Parameters that were renamed: callers may still use the names of earlier versions."""
+"""Renamed parameters: callers may still use the names of earlier versions."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-Given = ParamSpec('Given')
+Params = ParamSpec('Params')
 Result = TypeVar('Result')
 
 
-def renamed(**names: str) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
-    """A decorator: keywords may be given by their old names, too.
+def renamed(**names: str) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
+    """Returns a decorator that also accepts keywords by their old names.
 
     Args:
-        **names: old name -> the name that it has now.
+        **names: old name -> new name.
 
     Example:
         >>> @renamed(pytree='tree')
@@ -24,11 +24,11 @@ def renamed(**names: str) -> Callable[[Callable[Given, Result]], Callable[Given,
         (2, 2)
     """
 
-    def decorate(fun: Callable[Given, Result]) -> Callable[Given, Result]:
+    def decorate(fun: Callable[Params, Result]) -> Callable[Params, Result]:
         @functools.wraps(fun)
-        def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
             for old in names.keys() & kwargs.keys():
-                # If both are given, Python raises about the old one.
+                # If both names are given, the old one stays, and Python raises an error about it.
                 if names[old] not in kwargs:
                     kwargs[names[old]] = kwargs.pop(old)
             return fun(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""JSON from files that may be damaged or hostile: bounded work, errors with their place, no pipes."""
+"""JSON from files that may be damaged or malicious: bounded work, errors that name the location, no pipes."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import stat
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
-LARGEST = 100_000_000  # bytes of a file
-DEEPEST = 127  # arrays and objects inside each other
-_MOST_DIGITS = 100
+MAX_BYTES = 100_000_000  # of a file
+MAX_DEPTH = 127  # of nested arrays and objects
+_MAX_DIGITS = 100
 _REPR = reprlib.Repr()
 _REPR.maxlist = _REPR.maxdict = 8
 _REPR.maxstring, _REPR.maxlong = 120, 80
-# Possessive quantifiers: a string of 100 MB must not fill the memory with positions to go back to. A string
-# without an end matches too, or the search would go on at each quote in it.
+# Possessive quantifiers: a string of 100 MB must not fill the memory with backtracking positions. A string
+# without an end matches too; otherwise the search would continue at each quote in it.
 _TOKEN = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile(r'\\u[dD][89a-fA-F]')
 
 
-def parse(text: bytes, deepest: int = DEEPEST) -> Any:
-    """Parses a JSON text, and rejects what JSON readers disagree about.
+def parse(text: bytes, max_depth: int = MAX_DEPTH) -> Any:
+    """Parses a JSON text, and rejects texts that JSON readers interpret differently.
 
     Python's reader takes the last value of a repeated key, accepts half of a surrogate pair, and recurses as
     deep as the interpreter allows, which ends the process if a program has raised that limit. It also accepts
-    NaN and Infinity; these are returned, as are numbers that are too large (as infinity), so that the caller
-    can name the value that should be something else.
+    NaN and Infinity. These are returned, as are numbers that are too large (as infinity), so that the caller
+    can report the invalid value.
 
     Args:
         text: the text, in UTF-8.
-        deepest: how many arrays and objects may be inside each other.
+        max_depth: the largest depth of nested arrays and objects.
 
     Raises:
-        ValueError: the text is not valid; the message has the reason, and the keys that lead to the place.
+        ValueError: the text is invalid. The message has the reason, and the keys that lead to the value.
 
     Example:
         >>> parse(b'{"a": [1, null]}')
@@ -47,24 +47,28 @@ def parse(text: bytes, deepest: int = DEEPEST) -> Any:
         ValueError: x: the key 'a' is there twice
     """
     decoded = text.decode('utf-8')
-    _reject_deep_nesting(decoded, deepest)
-    repeated: list[_Repeated] = []
+    _reject_deep_nesting(decoded, max_depth)
+    with_repeated_keys: list[_ObjectWithRepeatedKey] = []
 
     def as_object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) < len(pairs):
-            values = _Repeated(pairs)
-            repeated.append(values)
+            values = _ObjectWithRepeatedKey(pairs)
+            with_repeated_keys.append(values)
         return values
 
     value = json.loads(decoded, object_pairs_hook=as_object, parse_int=_integer)
-    if repeated or _SURROGATE.search(decoded):
+    if with_repeated_keys or _SURROGATE.search(decoded):
         _reject_values(value, ())
     return value
 
 
-class _Repeated(dict[str, Any]):
-    """An object with a repeated key, which is *key*."""
+class _ObjectWithRepeatedKey(dict[str, Any]):
+    """A JSON object with a repeated key.
+
+    Attributes:
+        key: the repeated key.
+    """
 
     def __init__(self, pairs: Sequence[tuple[str, Any]]) -> None:
         super().__init__()
@@ -76,12 +80,12 @@ class _Repeated(dict[str, Any]):
 
 
 def _integer(text: str) -> int | float:
-    # An int of many thousand digits takes long to convert, and Python raises an error without its place.
-    # Other readers take -0 as a float.
-    return float(text) if len(text) > _MOST_DIGITS or text == '-0' else int(text)
+    # An int of many thousand digits takes long to convert, and Python's error does not name its location.
+    # Other readers parse -0 as a float.
+    return float(text) if len(text) > _MAX_DIGITS or text == '-0' else int(text)
 
 
-def _reject_deep_nesting(text: str, deepest: int) -> None:
+def _reject_deep_nesting(text: str, max_depth: int) -> None:
     """Raises ValueError for a text that is nested too deep, before a parser recurses into it."""
     depth, key = 0, ''
     for match in _TOKEN.finditer(text):
@@ -91,9 +95,9 @@ def _reject_deep_nesting(text: str, deepest: int) -> None:
                 key = token
         elif token in '[{':
             depth += 1
-            if depth > deepest:
+            if depth > max_depth:
                 raise ValueError(
-                    f'{_place((_unquoted(key),) if key else ())}it is nested more than {deepest} deep'
+                    f'{_location((_unquoted(key),) if key else ())}it is nested more than {max_depth} deep'
                 )
         else:
             depth -= 1
@@ -108,8 +112,8 @@ def _unquoted(token: str) -> str:
 
 def _reject_values(value: Any, keys: tuple[str, ...]) -> None:
     """Raises ValueError for objects with a repeated key, and for strings that are not Unicode."""
-    if isinstance(value, _Repeated):
-        raise ValueError(f'{_place(keys)}the key {brief(value.key)} is there twice')
+    if isinstance(value, _ObjectWithRepeatedKey):
+        raise ValueError(f'{_location(keys)}the key {brief(value.key)} is there twice')
     if isinstance(value, dict):
         for key, item in value.items():
             _reject_values(key, keys)
@@ -122,67 +126,67 @@ def _reject_values(value: Any, keys: tuple[str, ...]) -> None:
             value.encode('utf-8')
         except UnicodeEncodeError:
             raise ValueError(
-                f'{_place(keys)}the string {brief(value)} has half of a surrogate pair'
+                f'{_location(keys)}the string {brief(value)} has half of a surrogate pair'
             ) from None
 
 
-def _place(keys: tuple[str, ...]) -> str:
+def _location(keys: tuple[str, ...]) -> str:
     return '/'.join(map(printable, keys)) + ': ' if keys else ''
 
 
-def printable(text: str, longest: int = 200) -> str:
-    r"""A text from a file as messages show it: on one line, without control characters, and not too long.
+def printable(text: str, max_length: int = 200) -> str:
+    r"""Returns a text from a file as messages show it: short, on one line, without control characters.
 
     Example:
         >>> printable('model.norm'), printable('a\x1b[2J')
         ('model.norm', 'a\\x1b[2J')
     """
-    if len(text) > longest:
-        text = f'{text[: longest // 2]} ... {text[-longest // 3 :]}'
+    if len(text) > max_length:
+        text = f'{text[: max_length // 2]} ... {text[-max_length // 3 :]}'
     if text.isprintable():
         return text
     return ''.join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def brief(value: Any) -> str:
-    """A value from a file as messages show it: its repr on one line, and not too long."""
+    """Returns a value from a file as messages show it: its repr, short and on one line."""
     return printable(_REPR.repr(value))
 
 
 @contextlib.contextmanager
 def open_regular_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A regular file, opened for reading. Pipes and devices might block or never end.
+    """Opens a regular file for reading. Pipes and devices might block or never end.
 
     Raises:
         OSError: it cannot be opened.
         ValueError: it is not a regular file, or the path is invalid.
     """
     # Without O_NONBLOCK, opening a pipe waits for a process that writes to it.
-    with open(path, 'rb', opener=_without_waiting) as file:
+    with open(path, 'rb', opener=_open_nonblocking) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError('it is not a regular file')
         yield file
 
 
-def _without_waiting(path: str, flags: int) -> int:
+def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, 'O_NONBLOCK', 0))
 
 
-def read(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
-    """All bytes of a regular file.
+def read(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> bytes:
+    """Reads all bytes of a regular file.
 
     Args:
         path: the path of the file.
-        most: the largest number of bytes.
+        max_bytes: the largest size of the file.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not a regular file, is larger than that, or becomes shorter while it is read.
+        ValueError: it is not a regular file, is too large, or becomes shorter while it is read.
     """
     with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise ValueError(f'it has {size:,} bytes; the limit is {most:,}')
+        if size > max_bytes:
+            raise ValueError(f'it has {size:,} bytes; the limit is {max_bytes:,}')
         return read_exactly(file, size)
 
 
@@ -200,5 +204,5 @@ def read_exactly(file: BinaryIO, size: int) -> bytes:
 
 
 def error_reason(error: OSError | ValueError) -> str:
-    """The message of an error of `read` or `parse`, without the path."""
+    """Returns the message of an error of `read` or `parse`, without the path."""
     return (isinstance(error, OSError) and error.strerror) or str(error)

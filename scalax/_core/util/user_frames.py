@@ -1,4 +1,4 @@
-"""Which frames of a stack are the user's, for plans and reports alike."""
+"""The user's frames of a stack, for plans and reports."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ Frame = TypeVar('Frame')
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _LIBRARIES = ('site-packages', 'dist-packages')
 _STANDARD = os.path.dirname(os.__file__) + os.sep  # Python's own library
-# Cells of IPython, of Jupyter and of Colab: each is a file of its own, which is gone when it has run.
+# Cells of IPython, Jupyter and Colab: each is a temporary file.
 _CELL = re.compile(r'<ipython-input-\d+-|.*\bipykernel_\d+[/\\]\d+\.py$|.*\bipython-input-[\d-]+\.py$')
 
 
 def innermost_user_frame(frames: Iterable[Frame], file_of: Callable[[Frame], str]) -> Frame | None:
-    """The innermost frame of the user: neither ours nor generated, and outside of libraries if possible.
+    """Returns the innermost frame of the user's code.
+
+    Frames of scalax and generated code are skipped, and frames of libraries if there are others.
 
     Args:
         frames: the frames, the innermost first.
@@ -30,18 +32,18 @@ def innermost_user_frame(frames: Iterable[Frame], file_of: Callable[[Frame], str
         ... )
         '/home/me/train.py'
     """
-    return next(iter(_users(frames, file_of)), None)
+    return next(iter(_user_frames(frames, file_of)), None)
 
 
 def user_call_path(
     frames: Iterable[Frame], file_of: Callable[[Frame], str], tracing: tuple[str, ...]
 ) -> list[Frame]:
-    """The frames of the user from the innermost up to the function that is traced, in that order.
+    """Returns the frames of the user from the innermost one to the function that is traced.
 
     Args:
         frames: the frames, the innermost first.
         file_of: the path of a frame's file.
-        tracing: the folders of ours whose functions trace that function.
+        tracing: the folders of scalax whose code traces that function.
 
     Example:
         >>> user_call_path(['/me/model.py', '/me/train.py', '/ours/make.py', '/me/main.py'], str, ('/ours/',))
@@ -52,16 +54,15 @@ def user_call_path(
         if file_of(frame).startswith(tracing):
             break
         inside.append(frame)
-    return _users(inside, file_of)
+    return _user_frames(inside, file_of)
 
 
-def _users(frames: Iterable[Frame], file_of: Callable[[Frame], str]) -> list[Frame]:
-    """The frames that are neither ours nor generated; without those of libraries, if any others are left."""
-    written = [
+def _user_frames(frames: Iterable[Frame], file_of: Callable[[Frame], str]) -> list[Frame]:
+    """Returns the frames outside of scalax; only those outside of libraries, if there are any."""
+    candidates = [
         frame for frame in frames if not file_of(frame).startswith(('<', _PACKAGE)) or is_cell(file_of(frame))
     ]
-    own = [frame for frame in written if not _is_of_library(file_of(frame))]
-    return own or written
+    return [frame for frame in candidates if not _is_of_library(file_of(frame))] or candidates
 
 
 def _is_of_library(file: str) -> bool:
@@ -69,7 +70,7 @@ def _is_of_library(file: str) -> bool:
 
 
 def is_cell(file: str) -> bool:
-    """Whether a file is the cell of a notebook.
+    """Returns whether a file is the cell of a notebook.
 
     Example:
         >>> is_cell('/tmp/ipykernel_81/1220511822.py'), is_cell('/home/me/train.py')
@@ -79,7 +80,7 @@ def is_cell(file: str) -> bool:
 
 
 def file_text(file: str) -> str:
-    """The name of a file as messages say it; of the cell of a notebook, its number if it is known.
+    """Returns the name of a file as messages show it; for the cell of a notebook, its number if it is known.
 
     Example:
         >>> file_text('/home/me/train.py'), file_text('/tmp/ipykernel_81/1220511822.py')
@@ -87,7 +88,7 @@ def file_text(file: str) -> str:
     """
     if not is_cell(file):
         return os.path.basename(file)
-    # The shell of the notebook knows which cell it is, if this runs in it.
+    # The shell of the notebook has the number, if this runs in it.
     ipython = sys.modules.get('IPython')
     shell = None if ipython is None else ipython.get_ipython()
     label = getattr(getattr(shell, 'compile', None), 'format_code_name', lambda _: None)(file)

@@ -128,7 +128,7 @@ class AutoShardingResult(Renderable):
     def _blocks(self, title: str) -> list[Block]:
         return result_blocks(self, title)
 
-    def _page(self, title: str) -> list[Block]:
+    def _page_blocks(self, title: str) -> list[Block]:
         heading, figures, head, rule, *others = result_blocks(self, title)
         plan = plan_blocks(self.plan, 'The plan', level=2)
         return [heading, rule, figures, head, *others, *plan]

@@ -70,7 +70,7 @@ class SearchResult(Renderable):
     def _blocks(self, title: str) -> list[Block]:
         return search_blocks(self, title)
 
-    def _page(self, title: str) -> list[Block]:
+    def _page_blocks(self, title: str) -> list[Block]:
         return [*search_blocks(self, title), *_plans(self)]
 
     @property

@@ -268,7 +268,7 @@ def _schedule(plan: PlanData, roofline: Roofline | None) -> list[Block]:
     times = f'{schedule.seconds / bound:.3g} times the bound'
     return [
         *shown,
-        Collapsible(f'{times}: the kernels that differ most', [Table(columns, rows, most_lines=_SHOWN)]),
+        Collapsible(f'{times}: the kernels that differ most', [Table(columns, rows, max_text_rows=_SHOWN)]),
     ]
 
 
@@ -316,7 +316,7 @@ def _scopes(plan: PlanData, roofline: Roofline | None) -> Section:
     rows = [_row(name, each, plan) for name, each in found]
     title = 'By function' if are_functions else 'By module and named scope'
     several = len({name for name, _ in found} - {NO_SCOPE}) > 1
-    return Section(title, [Table(columns, rows, most_lines=_SHOWN)] if several else [])
+    return Section(title, [Table(columns, rows, max_text_rows=_SHOWN)] if several else [])
 
 
 # --- Collectives and the batch --------------------------------------------------------------------
@@ -366,7 +366,7 @@ def collective_table(plan: PlanData) -> Table:
             ]
         )
 
-    return Table([*columns, Column('because of', 'wide')], rows, most_lines=_SHOWN)
+    return Table([*columns, Column('because of', 'wide')], rows, max_text_rows=_SHOWN)
 
 
 def _because(row: Collective) -> str:

@@ -303,7 +303,7 @@ def _collectives(found: Sequence[CollectiveRow]) -> Table:
                 *(Cell(human_bytes(total), total), row.line),
             ]
         )
-    return Table(columns, shown, most_lines=_MOST_ROWS)
+    return Table(columns, shown, max_text_rows=_MOST_ROWS)
 
 
 def _but_path(row: CollectiveRow, passes: Sequence[CollectiveRow]) -> Any:
@@ -334,4 +334,4 @@ def _redundant(found: Sequence[RedundantWork]) -> Table:
         ]
         for each in order
     ]
-    return Table(columns, shown, most_lines=10)
+    return Table(columns, shown, max_text_rows=10)

@@ -179,10 +179,10 @@ def test_as_many_levels_are_open_as_have_few_rows():
 
 
 def test_long_tables_are_cut():
-    rows = [[f'a{i}', i] for i in range(blocks.MOST_ROWS + 3)]
+    rows = [[f'a{i}', i] for i in range(blocks.MAX_ROWS + 3)]
     assert texts(Table(HEADS, rows).html({}))[-1] == '... and 3 more'
     assert len(Table(HEADS, rows).text(60)) == 2 + len(rows)
-    assert Table(HEADS, rows, most_lines=2).text(60)[4:] == ['... and 2,001 more']
+    assert Table(HEADS, rows, max_text_rows=2).text(60)[4:] == ['... and 2,001 more']
 
 
 def test_text_and_pages_are_of_the_same_blocks():
@@ -191,7 +191,7 @@ def test_text_and_pages_are_of_the_same_blocks():
         HtmlOnly([Lines(['said on a page'])]),
         Section('Title', [Lines(['', 'in both']), Code('code()')], 'about'),
         Section('Empty', [Lines([''])], 'about'),
-        Collapsible('held', [Table([Column('a'), Column('b', on_page=True)], [['x', 'y']])]),
+        Collapsible('held', [Table([Column('a'), Column('b', html_only=True)], [['x', 'y']])]),
     ]
     assert blocks.text(both, 60).splitlines() == [
         *('said in text', '', 'about:', 'in both', 'code()', '', 'held:', 'a', '-', 'x'),
@@ -202,9 +202,9 @@ def test_text_and_pages_are_of_the_same_blocks():
 
 
 def test_large_trees_are_cut():
-    nodes = [node(f'a{i}', 1, node('b', 1)) for i in range(blocks.MOST_ROWS // 2 + 3)]
+    nodes = [node(f'a{i}', 1, node('b', 1)) for i in range(blocks.MAX_ROWS // 2 + 3)]
     tree = Tree(HEADS, nodes).html({})
-    assert tree.count('class="name"') == blocks.MOST_ROWS + 1
+    assert tree.count('class="name"') == blocks.MAX_ROWS + 1
     assert texts(tree)[-1] == 'The first 2,000 rows are shown.'
 
 

@@ -30,9 +30,9 @@ class Terminal(io.StringIO):
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """The first word comes at once, and those after it soon."""
-    monkeypatch.setattr(waiting, '_FIRST', 0.01)
-    monkeypatch.setattr(waiting, '_LINE_EVERY', 0.01)
-    monkeypatch.setattr(waiting, '_LOG_EVERY', 0.01)
+    monkeypatch.setattr(waiting, '_DELAY', 0.01)
+    monkeypatch.setattr(waiting, '_LINE_INTERVAL', 0.01)
+    monkeypatch.setattr(waiting, '_LOG_INTERVAL', 0.01)
     monkeypatch.setattr(waiting, '_TESTED', 'SET_BY_A_TEST')
     monkeypatch.delenv(waiting.SWITCH, raising=False)
 
@@ -137,7 +137,7 @@ def test_messages_where_there_is_no_line(caplog):
 
 
 def test_what_is_quick_is_not_mentioned(terminal, monkeypatch, caplog):
-    monkeypatch.setattr(waiting, '_FIRST', 60.0)
+    monkeypatch.setattr(waiting, '_DELAY', 60.0)
     caplog.set_level(logging.INFO, 'scalax')
     for shown in '10':
         monkeypatch.setenv(waiting.SWITCH, shown)

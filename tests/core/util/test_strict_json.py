@@ -86,7 +86,7 @@ def test_files(tmp_path: Path) -> None:
     path.write_bytes(b'[1]')
     assert strict_json.read(path) == strict_json.read(str(path)) == b'[1]'
     with pytest.raises(ValueError, match=r'^it has 3 bytes; the limit is 2$'):
-        strict_json.read(path, most=2)
+        strict_json.read(path, max_bytes=2)
     with pytest.raises(IsADirectoryError):
         strict_json.read(tmp_path)
     with pytest.raises(OSError, match='File name too long'):
