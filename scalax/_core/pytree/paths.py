@@ -72,7 +72,7 @@ def _path_strings(paths: list[tuple[Any, ...]]) -> list[str]:
 
 
 def optional_path(path: Sequence[Any]) -> str | None:
-    """Returns the `path_string`, or None for a path without keys (``''`` may be the path of one empty key)."""
+    """Returns the `path_string`, or None for a path without keys (``''`` is the path of an empty key)."""
     return path_string(path) if path else None
 
 
