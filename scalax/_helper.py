@@ -288,7 +288,7 @@ class MeshShardingHelper:
             DataError: the processes of the mesh place different trees; raised on all of them.
         """
         meshes.require_devices(self._mesh, 'shard')
-        return transfer.put_on(
+        return transfer.put_on_mesh(
             self.mesh, tree, lambda: shardings_with_warnings(self._resolved(rules, tree), self._mesh)
         )
 
@@ -368,7 +368,7 @@ class MeshShardingHelper:
         `shard` and `gather` do the same for an entire tree at once, and need no such trees.
         """
         meshes.require_devices(self._mesh, 'make_shard_and_gather_fns')
-        return transfer.functions_of(self.match_sharding_rule(rules, tree))
+        return transfer.shard_and_gather_functions(self.match_sharding_rule(rules, tree))
 
     @classmethod
     @renamed(pytree='tree')
@@ -611,7 +611,7 @@ class MeshShardingHelper:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, weak_type=is_weakly_typed(leaf))
 
         shardings = self.match_sharding_rule(rules, tree)
-        with transfer.naming_large_integers(tree):
+        with transfer.name_large_integers(tree):
             return jax.tree.map(struct, tree, shardings)
 
     @renamed(pytree='tree')

@@ -26,9 +26,9 @@ from jax.experimental import multihost_utils
 from scalax._core.channel.secret import COMMAND, SECRET_VARIABLE, names_loopback, resolve_secret
 from scalax._core.channel.session import Session, new_nonce
 from scalax._core.util.progress import call_periodically
-from scalax._data.host import exits, process_collectives
-from scalax._diagnostics.watchdog.state import ENDING, at_step, last
-from scalax._diagnostics.watchdog.watch import Watch, own_address
+from scalax._data.host import exit_handler, process_collectives
+from scalax._diagnostics.watchdog.state import ENDING, record_step, recorded
+from scalax._diagnostics.watchdog.watch import Watchdog, local_address
 from scalax._jax import error_texts
 from scalax.errors import ArgumentError
 
@@ -185,7 +185,7 @@ def initialize(
         # tells.
         if not unknown or not error_texts.is_late(error) or jax.default_backend() == 'tpu':
             raise
-    exits.settings.seconds = shutdown_timeout
+    exit_handler.settings.seconds = shutdown_timeout
     if step_timeout != 0 and jax.distributed.is_initialized():
         _watch_or_wait(given, _Unwatched(step_timeout, heartbeat_timeout, token))
 
@@ -240,7 +240,7 @@ def _agree_and_watch(unwatched: _Unwatched) -> None:
     """
     process, offer = jax.process_index(), {}
     if process == 0:
-        address, nonce = unwatched.address or own_address(), new_nonce().hex()
+        address, nonce = unwatched.address or local_address(), new_nonce().hex()
         offer = {'address': address, 'nonce': nonce, 'proof': _proof(unwatched.secret, nonce)}
         offer['secret'] = '' if unwatched.secret else secrets.token_hex()
     with jax.transfer_guard('allow'):  # whatever the training loop allows itself
@@ -268,7 +268,7 @@ def _watch(address: str, process: int, count: int, unwatched: _Unwatched, is_kno
     """Starts the thread that names stuck processes."""
     timeout, heartbeat, secret = unwatched.timeout, unwatched.heartbeat, unwatched.secret
     try:
-        watch = Watch(address, process, count, timeout, heartbeat, secret, is_known)
+        watch = Watchdog(address, process, count, timeout, heartbeat, secret, is_known)
     except OSError as error:
         _log.warning('processes that are stuck will not be named: UDP at %s: %s', address, error)
         return
@@ -277,8 +277,8 @@ def _watch(address: str, process: int, count: int, unwatched: _Unwatched, is_kno
     else:
         _log.info('where %s is set, `scalax doctor --run` shows what each process does', SECRET_VARIABLE)
     threading.Thread(target=watch.run, name='scalax-watch', daemon=True).start()
-    exits.settings.address = address
-    atexit.register(setattr, last, 'exits', ENDING)
+    exit_handler.settings.address = address
+    atexit.register(setattr, recorded, 'exits', ENDING)
 
 
 def should_stop(step: int) -> bool:
@@ -312,7 +312,7 @@ def should_stop(step: int) -> bool:
         step = operator.index(step)
     except TypeError:
         raise ArgumentError(f'should_stop: step is the number of the step, got {step!r}') from None
-    at_step(step)
+    record_step(step)
     if _unwatched:
         _agree_and_watch(_unwatched.pop())
     if _stop.is_set():

@@ -154,7 +154,7 @@ def _shard(tree: Any, rule: LogicalAxisShardingRule, mesh: Mesh | AbstractMesh) 
     is_sharded = [sharding is not None for sharding in shardings]
     named_shardings = [sharding for sharding in shardings if sharding is not None]
     # Passed as a tree, because errors name leaves by their paths.
-    placed = transfer.put_on(cast(Mesh, mesh), keep_only(data, is_sharded), lambda: named_shardings)
+    placed = transfer.put_on_mesh(cast(Mesh, mesh), keep_only(data, is_sharded), lambda: named_shardings)
     placed_leaves = iter(jax.tree.leaves(placed))
     new_leaves = [
         next(placed_leaves) if sharded else leaf for leaf, sharded in zip(leaves, is_sharded, strict=True)

@@ -30,7 +30,7 @@ from scalax._core.pytree.paths import NamedTree
 from scalax._core.util.progress import progress
 from scalax._data.host import process_collectives
 from scalax._data.reshard.leaf_mapping import checked_pairs
-from scalax._diagnostics.watchdog.state import at_step
+from scalax._diagnostics.watchdog.state import record_step
 from scalax.checkpoint import _agreement
 from scalax.checkpoint._atomic_commit import StepDirectory
 from scalax.checkpoint._files import as_path
@@ -139,7 +139,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
             error: Exception | None = None
             tree, encoded = None, None
             step = _checked_step(step)
-            at_step(step)
+            record_step(step)
             checked_flag('save: force', force)
             if (step % self._save_every and not force) or step == self._reached:
                 return False

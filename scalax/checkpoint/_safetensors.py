@@ -22,7 +22,7 @@ from scalax._core.render.tables import human_bytes
 from scalax._core.util import strict_json
 from scalax._core.util.progress import progress
 from scalax._core.util.strict_json import brief, printable
-from scalax._data.reshard.leaf_mapping import NameMapping, locate, put
+from scalax._data.reshard.leaf_mapping import NameMapping, insert_leaf, map_names
 from scalax.checkpoint._safetensors_header import read_header
 from scalax.errors import ArgumentError, CheckpointError, shown, shown_leaves
 
@@ -308,13 +308,13 @@ def _arranged(tensors: Mapping[str, np.ndarray], mapping: NameMapping) -> dict[s
     Raises:
         CheckpointError: it does not cover all of them, two go to one path, or JAX would change a dtype.
     """
-    located, problems = locate(tensors, mapping, '.')
+    located, problems = map_names(tensors, mapping, '.')
     tree: dict[str, Any] = {}
     for name, path, axes in located:
         tensor = tensors[name]
         if path.count('/') >= _MOST_KEYS:
             problems.append(f'{name}: goes to a path of more than {_MOST_KEYS} keys')
-        elif not put(tree, path, tensor if axes is None else tensor.transpose(axes)):
+        elif not insert_leaf(tree, path, tensor if axes is None else tensor.transpose(axes)):
             problems.append(f'{name}: goes to {path}, which overlaps the path of another tensor')
         elif canonical_dtype(tensor.dtype) != tensor.dtype:
             problems.append(f'{name}: JAX supports {leaf_text(tensor)} only with jax_enable_x64')

@@ -22,7 +22,7 @@ from scalax._core.mesh.gpu_topologies import GPU_KINDS
 from scalax._core.mesh.topologies import TPU_SLICE_SIZES
 from scalax._core.render.tables import table, terminal_width
 from scalax._diagnostics.doctor import diagnose
-from scalax._diagnostics.watchdog.watch import State, ask
+from scalax._diagnostics.watchdog.watch import ProcessState, query_states
 from scalax._verification.verify import verify as verify_step
 from scalax.cli._exit_codes import ExitCode
 from scalax.errors import ArgumentError, PlanError, did_you_mean
@@ -250,7 +250,7 @@ def doctor(timeout: int, address: str | None, as_json: bool) -> ExitCode:
     """
     if address:
         try:
-            states, report = ask(address)
+            states, report = query_states(address)
         except (OSError, ValueError) as error:
             said = (
                 f'process 0 does not answer at {address} ({error}): see the logs of the others. What to do: '
@@ -259,7 +259,9 @@ def doctor(timeout: int, address: str | None, as_json: bool) -> ExitCode:
             )
             raise PlanError(said) from error
         rows = [[f'{x:.0f} s' if isinstance(x, float) else f'{x}' for x in state] for state in states]
-        lines = table([State._fields, *rows], terminal_width(None), State._fields.index('line'), range(0))
+        lines = table(
+            [ProcessState._fields, *rows], terminal_width(None), ProcessState._fields.index('line'), range(0)
+        )
         told = {'processes': [state._asdict() for state in states], 'report': report}
         print(json.dumps(told) if as_json else '\n'.join([*lines, '', report]).rstrip())
         return ExitCode.FOUND if report else ExitCode.DONE

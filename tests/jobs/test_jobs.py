@@ -164,7 +164,7 @@ def test_processes_that_send_different_trees(monkeypatch: pytest.MonkeyPatch) ->
     with contextlib.ExitStack() as stack:
         other = stack.enter_context(Sender('localhost:0'))
         with monkeypatch.context() as patch:  # the other one as process 1 of the same job
-            patch.setattr(_sender.collectives, 'gather_json', lambda _, mine: [mine, other.address])
+            patch.setattr(_sender.process_collectives, 'gather_json', lambda _, mine: [mine, other.address])
             first = stack.enter_context(Sender('localhost:0'))
         with pytest.raises(ArgumentError):
             other.send({'w': 1.0})  # a call that process 0 does not make

@@ -227,7 +227,7 @@ def test_one_job_at_a_time_gets_what_is_sent(sender: Sender) -> None:
 @pytest.mark.medium
 def test_a_receiver_that_dies_while_it_waits_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it would have waited: one that is started again and again would fill the Sender."""
-    monkeypatch.setattr(_sender, '_LOOK', 0.05)
+    monkeypatch.setattr(_sender, '_POLL', 0.05)
     before = threading.active_count()
     with Sender('localhost:0', secret=SECRET) as sender:
         for job in range(5):

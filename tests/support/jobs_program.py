@@ -16,7 +16,7 @@ import numpy as np
 
 from scalax import distributed
 from scalax.errors import ScalaxError
-from scalax.jobs import Sender, _lines, receive
+from scalax.jobs import Sender, _connection, receive
 from scalax.sharding import MeshShardingHelper, PartitionSpec
 
 P = PartitionSpec
@@ -54,25 +54,26 @@ def fail_at(fault: str) -> None:
     signal, kind, count = fault.split()
     left = int(count)
 
-    def meet(question: Any) -> None:
+    def meet(message: Any) -> None:
         nonlocal left
-        left -= question['asks'] == kind
+        left -= message['asks'] == kind
         if left == 0:
             print('FAULT', flush=True)
             os.kill(os.getpid(), int(signal))
             time.sleep(600)  # a signal stops all threads, but not at once
 
-    ask, answer = _lines.Line.ask, Sender._answer
+    request, respond = _connection.SenderConnection.request, Sender._respond
 
-    def asking(self: Any, question: Any, seconds: float) -> Any:
-        meet(question)
-        return ask(self, question, seconds)
+    def requesting(self: Any, message: Any, seconds: float) -> Any:
+        meet(message)
+        return request(self, message, seconds)
 
-    def answering(self: Any, line: Any, question: Any) -> Any:
-        meet(question)
-        return answer(self, line, question)
+    def responding(self: Any, channel: Any, message: Any) -> Any:
+        meet(message)
+        return respond(self, channel, message)
 
-    _lines.Line.ask, Sender._answer = asking, answering  # type: ignore[method-assign]
+    _connection.SenderConnection.request = requesting  # type: ignore[method-assign]
+    Sender._respond = responding  # type: ignore[method-assign]
 
 
 def send(times: int, wait: float, timeout: float) -> None:

@@ -113,7 +113,7 @@ def check_disagreement() -> None:
         after.reshard({'u': jnp.arange(8)}, P('a'))
     except ArgumentError as error:
         text = str(error)
-    assert 'u: int32[8] was never placed: each process has its own' in text, text
+    assert 'u: int32[8] was never placed on a mesh: each process has its own copy' in text, text
     try:
         after.reshard({'w': source}, P('a') if me else P(None, 'a'))
     except DataError as error:
@@ -123,9 +123,9 @@ def check_disagreement() -> None:
         "  process 1: w is float32[24, 48] for P('a',) from w float32[24, 48] as P('a',) on devices "
         "{0}, and float32[24, 48] for P(None, 'a') from w float32[24, 48] as P('a',) on devices {0} on "
         'process 0\n'
-        'What to do: call it on every process of the program, with trees of one structure, shape and dtype, '
-        'whose arrays are placed alike; where a process holds nothing of an array, '
-        'jax.ShapeDtypeStruct(shape, dtype, sharding=...) stands for it.'
+        'What to do: call it on every process of the program, with trees of one structure, shape, dtype and '
+        'sharding; where a process holds no shard of an array, pass '
+        'jax.ShapeDtypeStruct(shape, dtype, sharding=...) in its place.'
     ).format(', '.join(str(device.id) for device in ordered()[:4])), text
     try:
         after.reshard({'w': source}, P('a'), memory='1KiB' if me else None)

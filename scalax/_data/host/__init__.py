@@ -24,8 +24,8 @@ devices have and others do not: a deadlock. So calls that start collectives for 
 the simulated devices of this process (`bound_queue`).
 
 Exits. XLA connects processes by JAX's coordination service, and waits forever for a process that has left
-it. So a handler at exit (`exits`), registered at import and therefore run before JAX's own, waits for every
-array that is not computed yet and for a program that each device runs after all others, because
+it. So a handler at exit (`exit_handler`), registered at import and therefore run before JAX's own, waits for
+every array that is not computed yet and for a program that each device runs after all others, because
 `jax.live_arrays` lacks arrays that were dropped. The handler acts once a mesh of several processes was used.
 It waits in a thread, because such a wait cannot be interrupted; it logs the processes that it waits for, and
 ends the process when the time is up.

@@ -78,7 +78,7 @@ def agree(
         ScalaxError: names the processes and leaves that differ.
     """
     processes = process_collectives.processes_of(mesh)
-    if not processes.several:
+    if not processes.is_multiprocess:
         if error is not None:
             raise error
         return
@@ -100,7 +100,7 @@ def agree(
         raise kind(f'{what}: the processes disagree ({call}):\n{shown(found)}\n{advice}')
 
 
-def together(
+def prepare_and_agree(
     mesh: Mesh,
     what: str,
     call: str,

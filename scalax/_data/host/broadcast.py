@@ -40,8 +40,8 @@ def broadcast_from(mesh: Mesh, process: int, pytree: Any) -> Any:
         f'values matter on process {process} only.'
     )
     call = f'mesh ({MeshAxes.of(mesh)}), process={process!r}'
-    tree, values = agreement.together(mesh, 'broadcast_from', call, advice, prepare)
-    if processes.several:
+    tree, values = agreement.prepare_and_agree(mesh, 'broadcast_from', call, advice, prepare)
+    if processes.is_multiprocess:
         views = [value.reshape(-1).view(np.uint8) for value in values]
         _overwrite(mesh, processes.indices.index(process), views)
     return tree.treedef.unflatten(

@@ -32,7 +32,7 @@ from scalax._core.pytree.paths import (
 )
 from scalax._data.host import agreement, process_collectives
 from scalax._data.host.batch_layout import BatchLayout, checked_axis, layout_of
-from scalax._data.host.transfer import keys_of, reject_tracers, weakly_typed
+from scalax._data.host.transfer import reject_tracers, weakly_typed, wrap_keys
 from scalax._jax.tracing import is_abstract
 from scalax.errors import DataError, ScalaxError, shown_leaves
 from scalax.rules._resolve import named_sharding
@@ -90,7 +90,7 @@ Finish = Callable[[], Any]
 def local_data_to_global_array(options: BatchOptions, pytree: Any, check: bool, check_replicas: bool) -> Any:
     """Makes global arrays of the data that each process holds."""
     process_collectives.require_this_process(options.mesh)
-    several = process_collectives.processes_of(options.mesh).several
+    several = process_collectives.processes_of(options.mesh).is_multiprocess
     if not several:
         leaves, treedef = jax.tree.flatten(pytree)
         if shardings := _known_shardings(options, leaves):
@@ -101,7 +101,7 @@ def local_data_to_global_array(options: BatchOptions, pytree: Any, check: bool, 
         return _statement_leaves(part), (part, place(part))
 
     if check:
-        part, finish = agreement.together(
+        part, finish = agreement.prepare_and_agree(
             options.mesh, 'local_data_to_global_array', options.call, ADVICE, prepare
         )
     else:
@@ -291,7 +291,7 @@ def place(part: ProcessBatch, *, keep: bool = True) -> Finish:
     """
     tree, mesh = part.tree, part.options.mesh
     copy = not keep and mesh.devices.flat[0].platform == 'cpu'
-    if process_collectives.processes_of(mesh).several:
+    if process_collectives.processes_of(mesh).is_multiprocess:
         placed = [_place_leaf(part, i, copy) for i in range(len(tree))]
         if not keep:
             jax.block_until_ready(placed)
@@ -329,7 +329,7 @@ def _place_leaf(part: ProcessBatch, index: int, copy: bool) -> Any:
         nothing = np.empty(sharding.shard_shape(shape), host.dtype)
         return jax.make_array_from_callback(shape, sharding, lambda _: nothing)
     if part.options.local_batch == 'equal_share' and not layout.is_in_order:
-        return process_collectives.as_brought(layout.mesh, host, axis)
+        return process_collectives.concat_by_process(layout.mesh, host, axis)
     blocks = dict(zip(layout.here, np.split(host, len(layout.here), axis), strict=True))
     size = shape[axis] // layout.count
 
@@ -344,15 +344,15 @@ def _finish(part: ProcessBatch, placed: Sequence[Any]) -> list[jax.Array]:
     arrays = list(placed)
     for i, (array, sharding) in enumerate(zip(placed, part.shardings, strict=True)):
         if isinstance(array, np.ndarray):
-            arrays[i] = process_collectives.spread(
+            arrays[i] = process_collectives.allgather_and_shard(
                 part.options.mesh, array, cast(int, part.axes[i]), sharding
             )
         elif array.sharding != sharding:
             process_collectives.bound_queue(part.options.mesh)
-            arrays[i] = process_collectives.without_context(jax.device_put, array, sharding)
+            arrays[i] = process_collectives.without_mesh_context(jax.device_put, array, sharding)
     for i, leaf in enumerate(part.tree.leaves):
         if is_prng_key(leaf):
-            arrays[i] = keys_of(arrays[i], leaf, part.shardings[i])
+            arrays[i] = wrap_keys(arrays[i], leaf, part.shardings[i])
         elif is_weakly_typed(leaf):
             arrays[i] = weakly_typed(arrays[i])
     return arrays

@@ -11,7 +11,7 @@ import numpy as np
 
 from scalax._core.pytree.paths import NamedTree, is_prng_key
 from scalax._data.host.batch_layout import checked_axis
-from scalax._data.host.process_collectives import without_context
+from scalax._data.host.process_collectives import without_mesh_context
 from scalax._data.host.transfer import agree_to_fetch, fetch, reject_tracers
 from scalax.errors import DataError, shown_leaves
 
@@ -71,7 +71,7 @@ def _local_part(leaf: Any, batch_axis: int, local_batch: str) -> Any:
     if is_prng_key(leaf):
         # numpy has no typed keys: their data is fetched, and wrapped again.
         data = _local_part(
-            without_context(jax.random.key_data, leaf), batch_axis % max(leaf.ndim, 1), local_batch
+            without_mesh_context(jax.random.key_data, leaf), batch_axis % max(leaf.ndim, 1), local_batch
         )
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:

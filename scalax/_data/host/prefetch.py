@@ -93,7 +93,7 @@ class Prefetch(Iterator[Batch], contextlib.AbstractContextManager['Prefetch[Batc
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise DataError(f'size is how many batches are loaded ahead, at least 1, got {size!r}')
         process_collectives.require_this_process(options.mesh)
-        self._together = check and process_collectives.processes_of(options.mesh).several
+        self._together = check and process_collectives.processes_of(options.mesh).is_multiprocess
         self._options = options
         # What processes do together has one order on all of them, whichever threads ask for batches.
         self._turn = threading.Lock()

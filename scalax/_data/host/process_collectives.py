@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from scalax._core.context.resharding import identity
 from scalax._core.context.thread_state import run_in_thread
-from scalax._data.host import exits
+from scalax._data.host import exit_handler
 from scalax._jax.device_queue import last_program
 from scalax.errors import DataError
 
@@ -48,7 +48,7 @@ class Processes:
     order: str
 
     @property
-    def several(self) -> bool:
+    def is_multiprocess(self) -> bool:
         """Whether there is more than one process."""
         return len(self.indices) > 1
 
@@ -76,7 +76,7 @@ def processes_of(mesh: Mesh) -> Processes:
     indices = sorted({device.process_index for device in devices})
     owners = tuple(indices.index(device.process_index) for device in devices)
     if len(indices) > 1:
-        exits.wait_at_exit(devices[0].platform)
+        exit_handler.wait_at_exit(devices[0].platform)
     placed = [(device.process_index, device.id) for device in mesh.devices.flat]
     order = hashlib.blake2b(repr((mesh.devices.shape, placed)).encode(), digest_size=8).hexdigest()
     return Processes(tuple(indices), tuple(devices), owners, order)
@@ -100,8 +100,8 @@ def gather(mesh: Mesh, row: np.ndarray) -> np.ndarray:
         row: of one shape and dtype (32 bits) on every process.
     """
     grid = _grid(mesh)
-    whole = _by_process(grid, row, PartitionSpec('process'))
-    gathered = without_context(identity(NamedSharding(grid, PartitionSpec())), whole)
+    whole = _stack_processes(grid, row, PartitionSpec('process'))
+    gathered = without_mesh_context(identity(NamedSharding(grid, PartitionSpec())), whole)
     return np.asarray(gathered.addressable_data(0))
 
 
@@ -114,7 +114,7 @@ def gather_bytes(mesh: Mesh, data: bytes) -> list[bytes]:
 
 def gather_json(mesh: Mesh, value: Any) -> list[Any]:
     """The values of all processes, in their order, as JSON keeps them; one process communicates nothing."""
-    if not processes_of(mesh).several:
+    if not processes_of(mesh).is_multiprocess:
         return [value]
     return [json.loads(data) for data in gather_bytes(mesh, json.dumps(value).encode())]
 
@@ -132,9 +132,9 @@ def broadcast(mesh: Mesh, position: int, data: np.ndarray) -> np.ndarray:
     words = _words(data, -(-data.size // (4 * devices)) * 4 * devices)
     if processes_of(mesh).here != position:
         words = np.zeros_like(words)
-    whole = _by_process(grid, words, PartitionSpec('process', 'device'))
+    whole = _stack_processes(grid, words, PartitionSpec('process', 'device'))
     # Integers, all but one of them zero: their sum has every bit as it was.
-    parts = without_context(_add_up(grid), whole).addressable_shards
+    parts = without_mesh_context(_sum_over_processes(grid), whole).addressable_shards
     ordered = sorted(parts, key=lambda part: part.index[0].indices(words.size)[0])
     return np.concatenate(jax.device_get([part.data for part in ordered])).view(np.uint8)[: data.size]
 
@@ -146,11 +146,11 @@ def broadcast_bytes(mesh: Mesh, position: int, data: bytes) -> bytes:
     return broadcast(mesh, position, mine).tobytes()
 
 
-def as_brought(mesh: Mesh, rows: np.ndarray, axis: int) -> Any:
+def concat_by_process(mesh: Mesh, rows: np.ndarray, axis: int) -> Any:
     """The rows that processes bring as one array, each part on the devices of its process.
 
     ``jax.device_put`` moves the rows on from there. It does not between meshes whose processes hold different
-    numbers of devices: there this is a copy of the rows, for `spread`. Nothing is communicated.
+    numbers of devices: there this is a copy of the rows, for `allgather_and_shard`. Nothing is communicated.
 
     Args:
         mesh: whose devices.
@@ -167,7 +167,7 @@ def as_brought(mesh: Mesh, rows: np.ndarray, axis: int) -> Any:
     return jax.make_array_from_process_local_data(sharding, rows, shape)
 
 
-def spread(mesh: Mesh, rows: np.ndarray, axis: int, sharding: NamedSharding) -> jax.Array:
+def allgather_and_shard(mesh: Mesh, rows: np.ndarray, axis: int, sharding: NamedSharding) -> jax.Array:
     """The rows that processes bring as one array with a sharding. Every process gathers all of them."""
     gathered = gather_bytes(mesh, rows.tobytes())
     parts = [np.frombuffer(data, rows.dtype).reshape(rows.shape) for data in gathered]
@@ -186,10 +186,10 @@ def bound_queue(mesh: Mesh) -> None:
     """
     if mesh.devices.flat[0].platform == 'cpu' and next(_given) % _LONGEST_QUEUE == 0:
         here = tuple(one for one in processes_of(mesh).devices if one.process_index == jax.process_index())
-        jax.block_until_ready(without_context(last_program(here)))
+        jax.block_until_ready(without_mesh_context(last_program(here)))
 
 
-def without_context(function: Callable[..., Any], *args: Any) -> Any:
+def without_mesh_context(function: Callable[..., Any], *args: Any) -> Any:
     """Calls a compiled function as if no mesh were set.
 
     ``jax.set_mesh`` tells every compiled function which devices to use. Contexts belong to threads, so
@@ -209,7 +209,7 @@ def _grid(mesh: Mesh) -> Mesh:
     return Mesh(np.asarray([row[:count] for row in each], dtype=object), ('process', 'device'))
 
 
-def _by_process(grid: Mesh, row: np.ndarray, spec: PartitionSpec) -> jax.Array:
+def _stack_processes(grid: Mesh, row: np.ndarray, spec: PartitionSpec) -> jax.Array:
     """An array with one row for each process, made of this process's own; nothing is communicated."""
     shape = (grid.shape['process'], *row.shape)
 
@@ -220,7 +220,7 @@ def _by_process(grid: Mesh, row: np.ndarray, spec: PartitionSpec) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=64)
-def _add_up(grid: Mesh) -> Callable[[jax.Array], jax.Array]:
+def _sum_over_processes(grid: Mesh) -> Callable[[jax.Array], jax.Array]:
     out = NamedSharding(grid, PartitionSpec('device'))
     return jax.jit(lambda rows: jnp.sum(rows, 0, dtype=rows.dtype), out_shardings=out)
 

@@ -18,7 +18,7 @@ from scalax._core.pytree.partition_specs import MeshAxes
 from scalax._core.pytree.paths import NamedTree, is_prng_key, is_weakly_typed, overflowed_dtype
 from scalax._core.pytree.structure_diff import structure_differences
 from scalax._data.host import agreement, process_collectives
-from scalax._data.host.process_collectives import without_context
+from scalax._data.host.process_collectives import without_mesh_context
 from scalax._jax import weak_types
 from scalax._jax.tracing import ABSTRACT, is_abstract
 from scalax.errors import ArgumentError, Problem, ShardingError, StructureError
@@ -29,7 +29,7 @@ _ADVICE = (
 )
 
 
-def put_on(mesh: Mesh, pytree: Any, shardings: Callable[[], Sequence[Any]]) -> Any:
+def put_on_mesh(mesh: Mesh, pytree: Any, shardings: Callable[[], Sequence[Any]]) -> Any:
     """`put` onto a mesh, on all of its processes or on none: JAX compares what they place.
 
     Args:
@@ -37,7 +37,7 @@ def put_on(mesh: Mesh, pytree: Any, shardings: Callable[[], Sequence[Any]]) -> A
         pytree: the tree.
         shardings: makes those of the leaves; where it fails on one process, the others are told.
     """
-    if not process_collectives.processes_of(mesh).several:
+    if not process_collectives.processes_of(mesh).is_multiprocess:
         return put(pytree, shardings())
 
     def prepare() -> tuple[list[tuple[str, str]], Sequence[Any]]:
@@ -49,7 +49,7 @@ def put_on(mesh: Mesh, pytree: Any, shardings: Callable[[], Sequence[Any]]) -> A
         ], made
 
     call = f'mesh ({MeshAxes.of(mesh)})'
-    return put(pytree, agreement.together(mesh, 'shard', call, _ADVICE, prepare))
+    return put(pytree, agreement.prepare_and_agree(mesh, 'shard', call, _ADVICE, prepare))
 
 
 def agree_to_fetch(what: str, tree: NamedTree, fetched: Sequence[int]) -> None:
@@ -86,12 +86,12 @@ def put(pytree: Any, shardings: Sequence[Any]) -> Any:
                 if is_abstract(leaf)
             ]
         )
-    with naming_large_integers(pytree):
+    with name_large_integers(pytree):
         return jax.tree.unflatten(treedef, _device_put(leaves, shardings))
 
 
 @contextlib.contextmanager
-def naming_large_integers(pytree: Any) -> Iterator[None]:
+def name_large_integers(pytree: Any) -> Iterator[None]:
     """Names the leaves of a tree that have too many bits for JAX, where it raises an error about one.
 
     Raises:
@@ -126,10 +126,10 @@ def _device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     ]
     sent = list(leaves)
     for i in keys:
-        sent[i] = without_context(jax.random.key_data, leaves[i])
+        sent[i] = without_mesh_context(jax.random.key_data, leaves[i])
     placed = resharding.device_put(sent, shardings)
     for i in keys:
-        placed[i] = keys_of(placed[i], leaves[i], shardings[i])
+        placed[i] = wrap_keys(placed[i], leaves[i], shardings[i])
     for i, sharding in enumerate(shardings):
         if not sharding.is_fully_addressable and is_weakly_typed(leaves[i]):
             placed[i] = weakly_typed(placed[i])
@@ -138,12 +138,12 @@ def _device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
 
 def weakly_typed(array: jax.Array) -> jax.Array:
     """The array with a weak type: JAX drops it where arrays are made of the parts that processes hold."""
-    return cast(jax.Array, without_context(weak_types.weakly_typed, array))
+    return cast(jax.Array, without_mesh_context(weak_types.weakly_typed, array))
 
 
-def keys_of(data: jax.Array, like: jax.Array, sharding: NamedSharding) -> jax.Array:
+def wrap_keys(data: jax.Array, like: jax.Array, sharding: NamedSharding) -> jax.Array:
     """The keys that have these data, sharded so, of the kind of *like*."""
-    return without_context(_wrapping(jax.random.key_impl(like), sharding), data)
+    return without_mesh_context(_wrapping(jax.random.key_impl(like), sharding), data)
 
 
 @functools.lru_cache(maxsize=64)
@@ -206,10 +206,12 @@ def fetch(leaf: jax.Array) -> np.ndarray:
     """The global value of an array of which other processes hold a part."""
     if leaf.is_fully_replicated:
         return np.asarray(leaf.addressable_data(0))
-    return np.asarray(without_context(functools.partial(multihost_utils.process_allgather, tiled=True), leaf))
+    return np.asarray(
+        without_mesh_context(functools.partial(multihost_utils.process_allgather, tiled=True), leaf)
+    )
 
 
-def functions_of(shardings: Any) -> tuple[Any, Any]:
+def shard_and_gather_functions(shardings: Any) -> tuple[Any, Any]:
     """For each sharding of a tree a function that places an array with it, and one that fetches an array."""
     places = jax.tree.map(lambda sharding: lambda leaf: put(leaf, [sharding]), shardings)
     return places, jax.tree.map(lambda _: to_host, shardings)

@@ -2,10 +2,10 @@
 
 A state is never joined while it moves. `block_schedule` knows no devices: from the owners and the
 destinations of each block it makes steps in which each device sends at most one piece and receives at most
-one, all of one shape. `leaf_mapping` maps source leaves to target leaves, `routes` holds the schedule of
-each leaf and the positions of its pieces in the blocks of both sides, and `device_steps` extracts, sends and
-inserts pieces. Only the sending knows processes: within one process it is `jax.device_put` between devices,
-and between processes one `ppermute`.
+one, all of one shape. `leaf_mapping` maps source leaves to target leaves, `leaf_transfer` holds the schedule
+of each leaf and the positions of its pieces in the blocks of both sides, and `device_ops` extracts, sends and
+inserts pieces. Only the sending depends on processes: within one process it is `jax.device_put` between
+devices, and between processes one `ppermute`.
 
 The devices of a process extract and insert in one program over a mesh of just these devices: one compilation
 for all of them, and no program of one process waits for another. Each step is waited for, so that only its

@@ -1,11 +1,11 @@
-"""Names of leaves in another tree: mappings of names, with layers that are stacked or split."""
+"""Mapping of leaves to the leaves of another tree: renames, transposes, stacked and split layers."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,85 +17,98 @@ from scalax.rules._tree_path import checked_regex
 
 Destination = str | tuple[str, Sequence[int]] | None
 NameMapping = Mapping[str, Destination] | Sequence[tuple[Any, ...]] | Callable[[str], Destination] | None
-Located = tuple[str, str, tuple[int, ...] | None]  # name, path and axes
-
-
-class Move(NamedTuple):
-    """How a leaf becomes one of the target, or a part of one.
-
-    Attributes:
-        source: its number among the leaves of the source.
-        axes: how its dimensions are transposed first; None if they are not.
-        layer: if the leaf is one layer of a stack in the target, or the other way round: which; else None.
-        splits: whether the stack is the leaf of the source.
-    """
-
-    source: int
-    axes: tuple[int, ...] | None = None
-    layer: int | None = None
-    splits: bool = False
+MappedName = tuple[str, str, tuple[int, ...] | None]
+"""The name of a leaf, its path in the target, and the axes of its transpose."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Arrival:
-    """A leaf of the target: its path, shape and dtype, what it is made of, and its sharding, once chosen.
+class LeafSource:
+    """The leaf of the source that becomes a leaf of the target, or a part of one.
 
     Attributes:
-        weak: whether its type is weak, as it is if those of all leaves are that it is made of.
+        index: its index among the leaves of the source.
+        axes: the transpose to apply first; None if there is none.
+        layer: the index of a layer, if the source leaf is one layer of a stack in the target, or the target
+            leaf is one layer of a stack in the source.
+        is_stack: whether the source is the stack.
+    """
+
+    index: int
+    axes: tuple[int, ...] | None = None
+    layer: int | None = None
+    is_stack: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetLeaf:
+    """A leaf of the target.
+
+    Attributes:
+        path: its path.
+        shape: its shape.
+        dtype: its dtype.
+        sources: the leaves of the source that it is made from: one, or one per layer of a stack.
+        sharding: its sharding, once the rules are resolved.
+        weak: whether its type is weak, as it is if the types of all sources are weak.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
-    moves: tuple[Move, ...]
+    sources: tuple[LeafSource, ...]
     sharding: Any = None
     weak: bool = False
 
 
-def arrivals_of(tree: NamedTree, mapping: NameMapping) -> tuple[list[Arrival], Any]:
-    """The leaves that a mapping makes of a tree, and their structure: that of the tree, or nested dicts.
+def map_leaves(tree: NamedTree, mapping: NameMapping) -> tuple[list[TargetLeaf], Any]:
+    """Returns the leaves of the target and their structure.
+
+    The structure is nested dicts; without a mapping it is the structure of *tree*.
 
     Raises:
-        ArgumentError: the mapping does not fit the tree; names all leaves that are not right.
+        ArgumentError: the mapping does not fit the tree; lists all leaves that it does not fit.
     """
     dtypes = [dtype_on_devices(leaf) for leaf in tree.leaves]
     weak = [is_weakly_typed(leaf) for leaf in tree.leaves]
     if mapping is None:
-        rows = zip(tree.paths, tree.shapes, dtypes, strict=True)
-        return [Arrival(*row, (Move(i),), weak=weak[i]) for i, row in enumerate(rows)], tree.treedef
-    numbers = {path: i for i, path in enumerate(tree.paths)}
-    located, problems = locate(dict(zip(tree.paths, tree.leaves, strict=True)), mapping, '/')
-    parts: dict[str, list[tuple[Move, tuple[int, ...]]]] = {}
-    for name, path, axes in located:
-        i = numbers[name]
+        types = zip(tree.paths, tree.shapes, dtypes, strict=True)
+        targets = [TargetLeaf(*type_, (LeafSource(i),), weak=weak[i]) for i, type_ in enumerate(types)]
+        return targets, tree.treedef
+    indices = {path: i for i, path in enumerate(tree.paths)}
+    mapped, problems = map_names(dict(zip(tree.paths, tree.leaves, strict=True)), mapping, '/')
+    parts_by_path: dict[str, list[tuple[LeafSource, tuple[int, ...]]]] = {}
+    for name, path, axes in mapped:
+        i = indices[name]
         shape = tree.shapes[i] if axes is None else tuple(tree.shapes[i][axis] for axis in axes)
         if '*' in (keys := path.split('/')):
             if not shape:
                 problems.append(f'{name}: {leaf_text(tree.leaves[i])} has no first dimension to split')
             for layer in range(*shape[:1] or [0]):
-                at = '/'.join(str(layer) if key == '*' else key for key in keys)
-                parts.setdefault(at, []).append((Move(i, axes, layer, splits=True), shape[1:]))
+                layer_path = '/'.join(str(layer) if key == '*' else key for key in keys)
+                source = LeafSource(i, axes, layer, is_stack=True)
+                parts_by_path.setdefault(layer_path, []).append((source, shape[1:]))
         else:
-            found = re.fullmatch(r'(.*)\[(\d+)\]', path)
-            at, layer_here = (found[1], int(found[2])) if found else (path, None)
-            parts.setdefault(at, []).append((Move(i, axes, layer_here), shape))
+            match = re.fullmatch(r'(.*)\[(\d+)\]', path)
+            stack_path, layer_index = (match[1], int(match[2])) if match else (path, None)
+            parts_by_path.setdefault(stack_path, []).append((LeafSource(i, axes, layer_index), shape))
     nested: dict[str, Any] = {}
-    for path, made in parts.items():
-        made.sort(key=lambda part: -1 if part[0].layer is None else part[0].layer)
-        types = [type_text(dtypes[move.source], shape) for move, shape in made]
-        stacked = [move.layer for move, _ in made if not move.splits and move.layer is not None]
-        names = ', '.join(tree.paths[move.source] for move, _ in made)
-        if stacked != [*range(len(made))] if stacked else len(made) > 1:
-            why = f'whose layers would be {stacked}' if stacked else 'which is one leaf'
-            problems.append(f'{names}: go to {path}, {why}')
-        elif len({*types}) > 1:
-            problems.append(f'{names}: go to {path}, one array, and are {", ".join(types)}')
+    for path, parts in parts_by_path.items():
+        parts.sort(key=lambda part: -1 if part[0].layer is None else part[0].layer)
+        texts = [type_text(dtypes[source.index], shape) for source, shape in parts]
+        layers = [source.layer for source, _ in parts if not source.is_stack and source.layer is not None]
+        names = ', '.join(tree.paths[source.index] for source, _ in parts)
+        if layers != [*range(len(parts))] if layers else len(parts) > 1:
+            reason = f'whose layers would be {layers}' if layers else 'which is one leaf'
+            problems.append(f'{names}: go to {path}, {reason}')
+        elif len({*texts}) > 1:
+            problems.append(f'{names}: go to {path}, one array, and are {", ".join(texts)}')
         else:
-            shape, dtype = made[0][1], dtypes[made[0][0].source]
-            whole = (len(made), *shape) if stacked else shape
-            moves = tuple(move for move, _ in made)
-            all_weak = all(weak[move.source] for move in moves)
-            if not put(nested, path, Arrival(path, whole, dtype, moves, weak=all_weak)):
+            shape, dtype = parts[0][1], dtypes[parts[0][0].index]
+            target_shape = (len(parts), *shape) if layers else shape
+            sources = tuple(source for source, _ in parts)
+            all_weak = all(weak[source.index] for source in sources)
+            target = TargetLeaf(path, target_shape, dtype, sources, weak=all_weak)
+            if not insert_leaf(nested, path, target):
                 problems.append(f'{names}: goes to {path}, which overlaps the path of another leaf')
     if problems:
         raise ArgumentError(
@@ -106,23 +119,26 @@ def arrivals_of(tree: NamedTree, mapping: NameMapping) -> tuple[list[Arrival], A
     return jax.tree.flatten(nested)
 
 
-def locate(
+def map_names(
     leaves: Mapping[str, Any], mapping: NameMapping, separator: str
-) -> tuple[list[Located], list[str]]:
-    """Where a mapping puts leaves: name, path and axes of each; and what is wrong with it, by name.
+) -> tuple[list[MappedName], list[str]]:
+    """Applies a mapping to the names of leaves.
 
     Args:
-        leaves: by name.
+        leaves: name -> leaf.
         mapping: as for `load_safetensors`.
-        separator: what is between the keys of a name.
+        separator: the separator of the keys in a name.
+
+    Returns:
+        The mapped names, and one line per name that the mapping does not fit.
 
     Raises:
-        ArgumentError: the mapping is invalid, or gives something else than a path for a name.
+        ArgumentError: the mapping is invalid, or some destinations are not paths.
     """
     destination_of = _as_function(mapping, separator)
-    located: list[Located] = []
+    mapped: list[MappedName] = []
     problems: list[str] = []
-    wrong: list[str] = []
+    not_paths: list[str] = []
     unused = [key for key in mapping if key not in leaves] if isinstance(mapping, Mapping) else []
     for name, leaf in leaves.items():
         try:
@@ -138,24 +154,28 @@ def locate(
             continue
         checked = _checked_destination(destination)
         if checked is None:
-            wrong.append(f'{name}: {destination!r}')
+            not_paths.append(f'{name}: {destination!r}')
             continue
         path, axes = checked
         if axes is not None and sorted(axes) != [*range(np.ndim(leaf))]:
             problems.append(f'{name}: {leaf_text(leaf)} does not have the axes {axes!r}')
         else:
-            located.append((name, path, axes))
-    if wrong:
+            mapped.append((name, path, axes))
+    if not_paths:
         raise ArgumentError(
-            f'mapping: these destinations are not paths:\n{shown_leaves(map(printable, wrong), separator)}\n'
+            'mapping: these destinations are not paths:\n'
+            f'{shown_leaves(map(printable, not_paths), separator)}\n'
             "What to do: give a path ('norm/scale'), a path and axes for a transpose ('norm/scale', (1, 0)), "
             'or None to leave the leaf out.'
         )
-    return located, problems
+    return mapped, problems
 
 
 def _checked_destination(destination: Any) -> tuple[str, tuple[int, ...] | None] | None:
-    """A path and axes, if there are any; None if *destination* is neither a path nor both."""
+    """Returns a path, and the axes of a transpose if there is one.
+
+    Returns None if *destination* is neither a path nor a pair of a path and axes.
+    """
     if isinstance(destination, str):
         return destination, None
     if not isinstance(destination, tuple | list) or len(destination) != 2:
@@ -169,19 +189,19 @@ def _checked_destination(destination: Any) -> tuple[str, tuple[int, ...] | None]
 
 
 def _misspelt(name: str, unused: Sequence[Any]) -> str:
-    """A hint at a key of the mapping that no leaf has, and that looks like a misspelt *name*."""
+    """Returns a hint at an unused key of the mapping that looks like a misspelt *name*."""
     near = near_names(name, [key for key in unused if isinstance(key, str)])
     return f', whose name {near[0]!r} no leaf has' if near else ''
 
 
-def put(tree: dict[str, Any], path: str, leaf: Any) -> bool:
-    """Puts a leaf into nested dicts, if its place is free."""
-    *above, last = path.split('/')
-    for key in above:
+def insert_leaf(tree: dict[str, Any], path: str, leaf: Any) -> bool:
+    """Inserts a leaf into nested dicts; returns False if its path overlaps the path of another leaf."""
+    *parents, key_of_leaf = path.split('/')
+    for key in parents:
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
             return False
-    return tree.setdefault(last, leaf) is leaf
+    return tree.setdefault(key_of_leaf, leaf) is leaf
 
 
 def _as_function(mapping: NameMapping, separator: str) -> Callable[[str], Destination]:
@@ -191,7 +211,7 @@ def _as_function(mapping: NameMapping, separator: str) -> Callable[[str], Destin
         return mapping.__getitem__
     if callable(mapping):
         return mapping
-    pairs = checked_pairs('mapping', mapping, most=3)
+    pairs = checked_pairs('mapping', mapping, max_length=3)
 
     def by_regex(name: str) -> Destination:
         for regex, replacement, *axes in pairs:
@@ -205,17 +225,18 @@ def _as_function(mapping: NameMapping, separator: str) -> Callable[[str], Destin
     return by_regex
 
 
-def checked_pairs(where: str, pairs: Iterable[Any], most: int = 2) -> list[tuple[Any, ...]]:
+def checked_pairs(where: str, pairs: Iterable[Any], max_length: int = 2) -> list[tuple[Any, ...]]:
     """Compiles the regexes of tuples (regex, replacement, ...); messages begin with *where*.
 
     Raises:
-        ArgumentError: one is not a tuple of two to *most* values, or its regex or replacement is invalid.
+        ArgumentError: a pair is not a tuple of two to *max_length* values, or its regex or replacement is
+            invalid.
     """
     compiled = []
     if isinstance(pairs, str | Mapping) or not isinstance(pairs, Iterable):
         raise ArgumentError(f'{where}: expected a list of pairs (regex, replacement), got {pairs!r}')
     for pair in pairs:
-        is_pair = isinstance(pair, tuple | list) and 2 <= len(pair) <= most
+        is_pair = isinstance(pair, tuple | list) and 2 <= len(pair) <= max_length
         if not is_pair or not (isinstance(pair[1], str | None) or callable(pair[1])):
             raise ArgumentError(f'{where}: expected a list of pairs (regex, replacement), got {pair!r} in it')
         checked_regex(where, pair[0], ArgumentError)
@@ -227,8 +248,8 @@ def substitute(where: str, regex: re.Pattern[str], replacement: Any, name: str) 
     """Returns ``regex.sub(replacement, name)``; messages begin with *where*.
 
     Raises:
-        ArgumentError: the replacement has a group that the regex lacks, or is a function that returns
-            something else than a string.
+        ArgumentError: the replacement uses a group that the regex lacks, or is a function that does not
+            return a string.
     """
 
     def checked(match: re.Match[str]) -> str:

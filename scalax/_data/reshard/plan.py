@@ -1,4 +1,4 @@
-"""The plan of a move: bytes by network, seconds and memory, before anything moves."""
+"""Plan of a reshard: bytes by network, time and memory, computed without moving anything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scalax._core.render import serialization
 from scalax._core.render.tables import human_bytes, milliseconds, table, terminal_width
 from scalax._data.reshard.block_schedule import volume
 from scalax._data.reshard.leaf_mapping import NameMapping
-from scalax._data.reshard.request import Job, Options
+from scalax._data.reshard.request import ReshardOptions, ReshardRequest
 from scalax._jax.devices import slice_of
 from scalax._planning.hardware.specs import (
     HARDWARE,
@@ -29,10 +29,10 @@ from scalax.rules import RuleLike
 
 @dataclasses.dataclass(frozen=True)
 class ReshardPlan:
-    """What `MeshShardingHelper.reshard` will do; ``str()`` of it is a table.
+    """The bytes, time and memory of a `MeshShardingHelper.reshard`; ``str()`` of it is a table.
 
     Attributes:
-        bytes: the bytes of the result, each element counted once.
+        bytes: the bytes of the result, counting each element once.
         local_bytes: the bytes that stay on their device, summed over devices.
         bytes_by_network: the bytes sent over each network: ``'ici'`` within a slice (on GPUs: NVLink),
             ``'dcn'`` between slices.
@@ -58,7 +58,7 @@ class ReshardPlan:
     hardware: str
 
     def to_json(self) -> str:
-        """The plan as JSON, with a version."""
+        """Returns the plan as JSON, with a format version."""
         return serialization.write(dataclasses.asdict(self))
 
     def __str__(self) -> str:
@@ -87,22 +87,22 @@ def plan_reshard(
     donate: bool = False,
     memory: int | str | None = None,
 ) -> ReshardPlan:
-    """What ``helper.reshard(tree, rules, ...)`` will move; nothing moves, and no device is needed.
+    """Plans ``helper.reshard(tree, rules, ...)`` without moving anything; it needs no devices.
 
     Args:
-        helper: the mesh that the tree moves to, which may be of `from_topology`.
+        helper: the helper of the target mesh, which may be from `from_topology`.
         tree: arrays, or ``jax.ShapeDtypeStruct`` with shardings, as `MeshShardingHelper.abstract` makes them.
         rules: as for `MeshShardingHelper.reshard`.
-        hardware: whose numbers count: a `Hardware`, or the name of one; that of the devices by default.
-        mapping: as for `MeshShardingHelper.reshard`; this and the others.
-        dtype: what floating-point leaves are cast to.
-        donate: whether leaves are deleted once they have been moved.
-        memory: the bound on what is alive on each device beside the blocks.
+        hardware: the hardware whose speeds to use: a `Hardware`, or its name. Default: that of the devices.
+        mapping: as for `MeshShardingHelper.reshard`.
+        dtype: as for `MeshShardingHelper.reshard`.
+        donate: as for `MeshShardingHelper.reshard`.
+        memory: as for `MeshShardingHelper.reshard`.
 
     Raises:
-        ArgumentError: leaves without shardings; an option is invalid.
+        ArgumentError: some leaves have no sharding, or an option is invalid.
         MeshError: the helper was made from an AbstractMesh.
-        PlanError: there is no such hardware, or it lacks numbers.
+        PlanError: the hardware is unknown, or some of its speeds are.
 
     Example:
         >>> import jax
@@ -116,31 +116,45 @@ def plan_reshard(
     """
     if isinstance(helper.mesh, AbstractMesh):
         raise MeshError('plan_reshard needs a mesh of devices, which may be absent ones: from_topology')
-    job = Job.of(helper, tree, rules, Options.of(mapping, dtype, donate, memory), planned=True)
+    options = ReshardOptions.of(mapping, dtype, donate, memory)
+    request = ReshardRequest.of(helper, tree, rules, options, plan_only=True)
     kind = helper.mesh.devices.flat[0].device_kind
     chip = find_hardware(hardware, kind) if hardware is not None else hardware_of(kind)
     speeds = 'ici_bytes_per_second', 'dcn_bytes_per_second', 'hop_seconds'
     link, dcn, hop = numbers_of(chip, *speeds, for_='a move') if chip else (1, 1, 0)
-    sent, received, moved = Counter[Any](), Counter[Any](), {'ici': 0, 'dcn': 0}
-    kept, rounds, peak, seconds = 0, 0, 0, 0.0
-    for route in [job.route(move, arrival) for arrival in job.arrivals for move in arrival.moves]:
-        bits = element_bits(route.dtype)
-        kept += sum(
-            volume(piece.box) * bits // 8 for pieces in route.schedule.local_rounds for piece in pieces
+    sent, received, by_network = Counter[Any](), Counter[Any](), {'ici': 0, 'dcn': 0}
+    local_bytes, rounds, peak, seconds = 0, 0, 0, 0.0
+    for transfer in [
+        request.transfer(source, target) for target in request.targets for source in target.sources
+    ]:
+        bits, schedule = element_bits(transfer.sent_dtype), transfer.schedule
+        local_bytes += sum(
+            volume(piece.box) * bits // 8 for pieces in schedule.local_rounds for piece in pieces
         )
-        for pieces in route.schedule.transfer_rounds:
+        for pieces in schedule.transfer_rounds:
             size = volume(pieces[0].box) * bits // 8
-            hosts, alive = Counter[Any](), Counter[Any]()
+            # Per host, the number of pieces over the data-center network; per device, pieces in memory.
+            dcn_pieces, alive = Counter[Any](), Counter[Any]()
             for source, target in [(piece.source, piece.target) for piece in pieces]:
-                far = slice_of(source) != slice_of(target)
-                moved['dcn' if far else 'ici'] += size
+                is_dcn = slice_of(source) != slice_of(target)
+                by_network['dcn' if is_dcn else 'ici'] += size
                 sent[source] += size
                 received[target] += size
                 alive.update([source, target])
-                hosts.update({('from', source.process_index): far, ('to', target.process_index): far})
+                dcn_pieces.update(
+                    {('from', source.process_index): is_dcn, ('to', target.process_index): is_dcn}
+                )
             rounds += 1
             peak = max(peak, size * max(alive.values()))
-            seconds += size * max(1 / link, max(hosts.values()) / dcn) + hop
-    out, in_ = (max(each.values(), default=0) for each in (sent, received))
-    known, name = (seconds, chip.name) if chip else (None, kind)
-    return ReshardPlan(job.bytes, kept, moved, out, in_, rounds, peak, known, name)
+            seconds += size * max(1 / link, max(dcn_pieces.values()) / dcn) + hop
+    return ReshardPlan(
+        bytes=request.bytes,
+        local_bytes=local_bytes,
+        bytes_by_network=by_network,
+        max_bytes_sent=max(sent.values(), default=0),
+        max_bytes_received=max(received.values(), default=0),
+        communication_rounds=rounds,
+        peak=peak,
+        seconds=seconds if chip else None,
+        hardware=chip.name if chip else kind,
+    )

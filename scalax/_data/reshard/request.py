@@ -1,4 +1,4 @@
-"""What a call moves: the leaves that there are, and those that there will be."""
+"""Request to reshard a tree: the leaves of the source, and the leaves that the target will have."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from scalax._core.pytree.paths import (
     type_text,
 )
 from scalax._core.render.tables import parse_bytes
-from scalax._data.reshard.leaf_mapping import Arrival, Move, NameMapping, arrivals_of
-from scalax._data.reshard.routes import Route, route_of
+from scalax._data.reshard.leaf_mapping import LeafSource, NameMapping, TargetLeaf, map_leaves
+from scalax._data.reshard.leaf_transfer import LeafTransfer, plan_leaf_transfer
 from scalax.errors import ArgumentError, checked_flag, module_advice, shown_leaves
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """How a tree is moved: the arguments of `MeshShardingHelper.reshard`."""
+class ReshardOptions:
+    """Options of `MeshShardingHelper.reshard`."""
 
     mapping: NameMapping
     dtype: Any
@@ -37,80 +37,92 @@ class Options:
     memory: int | None
 
     @classmethod
-    def of(cls, mapping: Any = None, dtype: Any = None, donate: bool = False, memory: Any = None) -> Options:
-        """Checked options.
+    def of(
+        cls, mapping: Any = None, dtype: Any = None, donate: bool = False, memory: Any = None
+    ) -> ReshardOptions:
+        """Checks the options.
 
         Raises:
-            ArgumentError: one is invalid.
+            ArgumentError: an option is invalid.
         """
         size = None if memory is None else parse_bytes(str(memory))
         if size == 0:
             raise ArgumentError(f"memory is a size ('2GiB', '500MB', or bytes) or None, got {memory!r}")
         try:
-            wanted = None if dtype is None else jnp.dtype(dtype)
+            target_dtype = None if dtype is None else jnp.dtype(dtype)
         except TypeError:
-            wanted = jnp.dtype(int)  # no better
-        if wanted is not None and not jnp.issubdtype(wanted, jnp.floating):
+            target_dtype = jnp.dtype(int)  # an invalid dtype is the same error as an integer dtype
+        if target_dtype is not None and not jnp.issubdtype(target_dtype, jnp.floating):
             raise ArgumentError(f'dtype is that of floating-point leaves, or None, got {dtype!r}')
-        return cls(mapping, wanted, checked_flag('donate', donate), size)
+        return cls(mapping, target_dtype, checked_flag('donate', donate), size)
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """What a call moves.
+class ReshardRequest:
+    """The leaves of the source and of the target of one call.
 
     Attributes:
         tree: the leaves of the source.
-        arrivals: the leaves of the target.
-        treedef: their structure.
-        options: how.
+        targets: the leaves of the target.
+        treedef: the structure of the target.
+        options: the options of the call.
     """
 
     tree: NamedTree
-    arrivals: list[Arrival]
+    targets: list[TargetLeaf]
     treedef: Any
-    options: Options
+    options: ReshardOptions
 
     @classmethod
-    def of(cls, helper: Any, pytree: Any, rules: Any, options: Options, planned: bool = False) -> Job:
-        """The job of a call; nothing moves. What is only *planned* needs no values.
+    def of(
+        cls, helper: Any, pytree: Any, rules: Any, options: ReshardOptions, plan_only: bool = False
+    ) -> ReshardRequest:
+        """Makes the request of a call. Leaves need no values if *plan_only* is set.
 
         Raises:
-            ArgumentError: leaves cannot be moved, or the mapping does not fit.
-            ShardingError: leaves cannot be sharded as asked.
+            ArgumentError: some leaves cannot be moved, or the mapping does not fit.
+            ShardingError: some leaves of the target cannot be sharded by the rules.
         """
         tree = NamedTree.of(pytree)
-        faults = ((tree.describe(i), _fault(leaf, planned)) for i, leaf in enumerate(tree.leaves))
+        faults = ((tree.describe(i), _fault(leaf, plan_only)) for i, leaf in enumerate(tree.leaves))
         _reject(faults, module_advice(tree.leaves))
-        arrivals, treedef = arrivals_of(tree, options.mapping)
-        arrivals = [_as_cast(arrival, options.dtype) for arrival in arrivals]
-        structs = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in arrivals]
-        target = pytree if options.mapping is None else treedef.unflatten(structs)
-        tos = jax.tree.leaves(helper.match_sharding_rule(rules, target))
-        arrivals = [dataclasses.replace(each, sharding=to) for each, to in zip(arrivals, tos, strict=True)]
-        _reject((f'{each.path} of the result', _fault_of(each.sharding)) for each in arrivals)
-        return cls(tree, arrivals, treedef, options)
+        targets, treedef = map_leaves(tree, options.mapping)
+        targets = [_cast(target, options.dtype) for target in targets]
+        structs = [jax.ShapeDtypeStruct(target.shape, target.dtype) for target in targets]
+        target_tree = pytree if options.mapping is None else treedef.unflatten(structs)
+        shardings = jax.tree.leaves(helper.match_sharding_rule(rules, target_tree))
+        targets = [
+            dataclasses.replace(target, sharding=sharding)
+            for target, sharding in zip(targets, shardings, strict=True)
+        ]
+        _reject((f'{target.path} of the result', _sharding_fault(target.sharding)) for target in targets)
+        return cls(tree, targets, treedef, options)
 
     @property
     def bytes(self) -> int:
-        """The bytes of the target, each element counted once."""
-        return sum(math.prod(each.shape) * element_bits(each.dtype) for each in self.arrivals) // 8
+        """The bytes of the target, counting each element once."""
+        return sum(math.prod(target.shape) * element_bits(target.dtype) for target in self.targets) // 8
 
-    def route(self, move: Move, arrival: Arrival) -> Route:
-        """The route of a move."""
-        i, *how = move
-        before = self.tree.shapes[i], dtype_on_devices(self.tree.leaves[i]), self.tree.leaves[i].sharding
-        after = arrival.shape, arrival.dtype, arrival.sharding
-        return route_of(before, after, self.options.memory, *how)
+    def transfer(self, source: LeafSource, target: TargetLeaf) -> LeafTransfer:
+        """Returns the transfer of a leaf of the source to a leaf of the target."""
+        leaf, shape = self.tree.leaves[source.index], self.tree.shapes[source.index]
+        return plan_leaf_transfer(
+            (shape, dtype_on_devices(leaf), leaf.sharding),
+            (target.shape, target.dtype, target.sharding),
+            self.options.memory,
+            source.axes,
+            source.layer,
+            source.is_stack,
+        )
 
-    def texts(self) -> Iterator[tuple[str, str]]:
-        """By path in the target, what has to be the same on every process."""
+    def agreement_texts(self) -> Iterator[tuple[str, str]]:
+        """Yields (path in the target, text that must be the same on every process)."""
         yield '(the call)', f'with donate={self.options.donate} and memory={self.options.memory}'
-        for each in self.arrivals:
-            sources = ', '.join(self._source_text(move.source) for move in each.moves)
-            spec = partition_specs.text(each.sharding.spec)
-            weak = 'weakly typed ' if each.weak else ''
-            yield each.path, f'{weak}{type_text(each.dtype, each.shape)} for {spec} from {sources}'
+        for target in self.targets:
+            sources = ', '.join(self._source_text(source.index) for source in target.sources)
+            spec = partition_specs.text(target.sharding.spec)
+            weak = 'weakly typed ' if target.weak else ''
+            yield target.path, f'{weak}{type_text(target.dtype, target.shape)} for {spec} from {sources}'
 
     def _source_text(self, i: int) -> str:
         leaf, shape = self.tree.leaves[i], self.tree.shapes[i]
@@ -121,27 +133,30 @@ class Job:
         return f'{self.tree.paths[i]} {type_text(leaf.dtype, shape)} as {spec} on devices {devices}'
 
 
-def _as_cast(arrival: Arrival, wanted: Any) -> Arrival:
-    """The leaf after a cast: only floating ones of 16 bits and more change; smaller ones have a scale."""
-    dtype = arrival.dtype
-    is_float = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
-    if wanted is None or not is_float:
-        return arrival
-    return dataclasses.replace(arrival, dtype=wanted, weak=False)
+def _cast(target: TargetLeaf, dtype: Any) -> TargetLeaf:
+    """Casts floating-point leaves of at least 16 bits; smaller ones have a scale, and are not cast."""
+    is_float = (
+        isinstance(target.dtype, np.dtype)
+        and jnp.issubdtype(target.dtype, jnp.floating)
+        and target.dtype.itemsize > 1
+    )
+    if dtype is None or not is_float:
+        return target
+    return dataclasses.replace(target, dtype=dtype, weak=False)
 
 
 def _reject(leaves: Iterable[tuple[str, str | None]], advice: str = '') -> None:
     if faults := [f'{leaf} {fault}' for leaf, fault in leaves if fault]:
         raise ArgumentError(
             f'reshard: these leaves cannot be moved:\n{shown_leaves(faults)}\n'
-            'What to do: pass arrays, before they are donated; for a plan, structs with shardings, as '
-            'helper.abstract(tree, rules) makes them. helper.shard places what is elsewhere, before or after.'
+            'What to do: pass arrays on devices, before they are donated; for a plan, structs with '
+            'shardings, from helper.abstract(tree, rules). helper.shard moves arrays from and to host memory.'
             f'{advice}'
         )
 
 
-def _fault(leaf: Any, planned: bool) -> str | None:
-    """Why a leaf cannot be moved."""
+def _fault(leaf: Any, plan_only: bool) -> str | None:
+    """Returns why a leaf cannot be moved."""
     if leaf_shape(leaf) is None or has_foreign_dtype(leaf):
         return 'is not an array'
     sharding, is_array = getattr(leaf, 'sharding', None), isinstance(leaf, jax.Array)
@@ -153,13 +168,13 @@ def _fault(leaf: Any, planned: bool) -> str | None:
     if is_array and leaf.is_deleted():
         return 'was deleted, or donated to a function'
     if is_array and not leaf.committed and jax.process_count() > 1:
-        return 'was never placed: each process has its own'
-    if not (is_array or planned) and sharding.addressable_devices:
-        return 'has no value, and this process has a part of it'
-    return _fault_of(sharding)
+        return 'was never placed on a mesh: each process has its own copy'
+    if not (is_array or plan_only) and sharding.addressable_devices:
+        return 'has no value, but this process holds a shard of it'
+    return _sharding_fault(sharding)
 
 
-def _fault_of(sharding: Any) -> str | None:
+def _sharding_fault(sharding: Any) -> str | None:
     if getattr(getattr(sharding, 'spec', None), 'unreduced', None):
-        return 'has parts of sums (unreduced axes)'
+        return 'holds partial sums (unreduced axes)'
     return 'is in pinned_host memory' if getattr(sharding, 'memory_kind', None) == 'pinned_host' else None

@@ -31,7 +31,7 @@ THREADS = {LOADING: '_load_all', SAVING: 'SaveThread.run'}
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
-State = namedtuple('State', 'process host pid step ago phase since line before silent')
+ProcessState = namedtuple('ProcessState', 'process host pid step ago phase since line before silent')
 """The state of a process; times are in seconds before now, because clocks differ.
 
 Attributes:
@@ -48,7 +48,7 @@ Attributes:
 """
 
 
-last = SimpleNamespace(step=(0, time.monotonic(), 0), thread=threading.main_thread().ident, exits='')
+recorded = SimpleNamespace(step=(0, time.monotonic(), 0), thread=threading.main_thread().ident, exits='')
 """What steps note.
 
 Attributes:
@@ -58,20 +58,20 @@ Attributes:
 """
 
 
-def at_step(step: int) -> None:
+def record_step(step: int) -> None:
     """Notes that a step has ended; may be called several times for one step."""
-    if step != last.step[0]:
-        last.step, last.thread = (step, time.monotonic(), last.step[2] + 1), threading.get_ident()
+    if step != recorded.step[0]:
+        recorded.step, recorded.thread = (step, time.monotonic(), recorded.step[2] + 1), threading.get_ident()
 
 
-def measured(process: int, then: State | None) -> State:
+def sample_state(process: int, then: ProcessState | None) -> ProcessState:
     """The state of this process, given the one before."""
-    (step, begun, _), (phase, line) = last.step, _phase_and_line()
-    then, ago = then or State(0, '', 0, 0, 0.0, '', 0.0, '', '', 0.0), time.monotonic() - begun
+    (step, begun, _), (phase, line) = recorded.step, _phase_and_line()
+    then, ago = then or ProcessState(0, '', 0, 0, 0.0, '', 0.0, '', '', 0.0), time.monotonic() - begun
     before = then.before if phase == then.phase else then.phase
     same = (step, phase, line) == (then.step, then.phase, then.line)
     since = then.since + ago - then.ago if same else 0.0
-    return State(
+    return ProcessState(
         process, socket.gethostname(), os.getpid(), step, ago, phase, since, line[-200:], before, 0.0
     )
 
@@ -84,7 +84,7 @@ def _phase_and_line() -> tuple[str, str]:
     """
     # A function that Python documents. The stack of a thread that runs may come out short.
     stacks = {i: [at[0] for at in traceback.walk_stack(top)] for i, top in sys._current_frames().items()}
-    own = stacks.get(last.thread or 0, [])
+    own = stacks.get(recorded.thread or 0, [])
     phase, line = _phase(own), _line(own)
     for ident, stack in stacks.items():
         if THREADS.get(phase, '?') in map(_own_name, stack[1:]):
@@ -94,7 +94,7 @@ def _phase_and_line() -> tuple[str, str]:
         if inside and (not phase if stack is own else of_jax):
             return CALLED, _line(stack[:inside])
     phase = phase or (COMPUTING if own and _file(own[0]).startswith(_JAX) else PYTHON)
-    return (last.exits, '') if last.exits else (phase, line)
+    return (recorded.exits, '') if recorded.exits else (phase, line)
 
 
 def _phase(stack: list[FrameType]) -> str:

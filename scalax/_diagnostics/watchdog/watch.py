@@ -31,9 +31,9 @@ from scalax._diagnostics.watchdog.state import (
     PYTHON,
     RESTORING,
     SAVING,
-    State,
-    last,
-    measured,
+    ProcessState,
+    recorded,
+    sample_state,
 )
 from scalax.errors import shown
 
@@ -45,7 +45,7 @@ _KINDS = [int, str, int, int, float, str, float, str, str, float]  # of the fiel
 _log = logging.getLogger('scalax.distributed')
 
 
-class Watch:
+class Watchdog:
     """What one process knows of the others; `run` is the body of its thread.
 
     Args:
@@ -79,9 +79,9 @@ class Watch:
         self._period = max(_PERIOD, min(count / 100, heartbeat / 8))
         self._socket = _socket(address, secret, listens=process == 0)
         self._client, self._server = Client(secret), Server(secret, 2 * count + _DOCTORS)
-        self._own, self._ignored = State(process, '', 0, 0, 0.0, '', 0.0, '', '', 0.0), False
-        self._heard: dict[int, State] = {}  # `silent` is the tick then: one that is stopped counts none
-        self._tick, self._last, self._text, self._next = 0, last.step, '', 0.0
+        self._own, self._ignored = ProcessState(process, '', 0, 0, 0.0, '', 0.0, '', '', 0.0), False
+        self._heard: dict[int, ProcessState] = {}  # here `silent` is the tick of its last message
+        self._tick, self._last, self._text, self._next = 0, recorded.step, '', 0.0
 
     def run(self) -> None:
         """Tells and asks, until the program has left `jax.distributed`."""
@@ -89,12 +89,12 @@ class Watch:
         # All have joined at once: messages at once would not fit into what process 0 has not read yet.
         time.sleep(self._period * self._process / self._count)
         while jax.distributed.is_initialized():
-            own = self._own = measured(self._process, own)
+            own = self._own = sample_state(self._process, own)
             self._heard[self._process] = own._replace(silent=self._tick)
             self._tell()
             self._listen(time.monotonic() + self._period)
             self._tick += 1
-            self._judge()
+            self._detect_stragglers()
         self._socket.close()
 
     def _tell(self) -> None:
@@ -141,7 +141,7 @@ class Watch:
         self._hear(states)
         return self._server.respond(question, own if states else _encoded(self._text, self._states()))
 
-    def _hear(self, states: list[State]) -> None:
+    def _hear(self, states: list[ProcessState]) -> None:
         # Modulo: whoever sends, there are no more than so many.
         self._heard |= {s.process % self._count: s._replace(silent=self._tick) for s in states}
 
@@ -156,17 +156,17 @@ class Watch:
             )
         self._ignored = True
 
-    def _states(self) -> list[State]:
+    def _states(self) -> list[ProcessState]:
         """Of the processes that were heard, in their order."""
         heard = sorted(self._heard.items())
         return [s._replace(silent=self._period * max(self._tick - s.silent - 1, 0)) for _, s in heard]
 
-    def _judge(self) -> None:
+    def _detect_stragglers(self) -> None:
         """Process 0 finds out who is behind, the others whether process 0 is silent; all log it."""
-        (_, before, counted), (_, begun, count) = self._last, last.step
+        (_, before, counted), (_, begun, count) = self._last, recorded.step
         if count > counted > 0:  # the first step compiles
             self._seconds.append((begun - before) / (count - counted))
-        self._last, states = last.step, self._states()
+        self._last, states = recorded.step, self._states()
         usual = statistics.median(self._seconds) if len(self._seconds) > 2 else 0.0
         bound = (self._timeout or max(_LEAST, _TIMES * usual, 2 * max(self._seconds))) if usual else _UNKNOWN
         late = all(state.ago + state.silent > bound for state in states)
@@ -178,12 +178,12 @@ class Watch:
             _log.warning('%s', ''.join(x for x in self._text if x.isprintable() or x == '\n'))
 
 
-def _signs(state: State) -> tuple[float, ...]:
+def _signs(state: ProcessState) -> tuple[float, ...]:
     """What tells a process that is behind from those that wait for it, the surest first."""
     return state.phase in (LOADING, SAVING, RESTORING, ENDING, CALLED), -state.step, state.phase == PYTHON
 
 
-def report(states: list[State], late: bool, usual: float, silence: float, address: str) -> str:
+def report(states: list[ProcessState], late: bool, usual: float, silence: float, address: str) -> str:
     """What is said if a process is silent, or a step takes longer than it may; else empty.
 
     Args:
@@ -216,7 +216,7 @@ def report(states: list[State], late: bool, usual: float, silence: float, addres
     )
 
 
-def _line(state: State, how: str, silence: float) -> str:
+def _line(state: ProcessState, how: str, silence: float) -> str:
     return (
         f'process {state.process} (host {state.host}, pid {state.pid}){how}: '
         f'{state.phase} for {state.since:.0f} s{state.line and f" at {state.line}"}, after step {state.step}'
@@ -225,16 +225,16 @@ def _line(state: State, how: str, silence: float) -> str:
     )
 
 
-def others(address: str) -> list[State]:
+def other_states(address: str) -> list[ProcessState]:
     """The states of the other processes, as process 0 knows them; none where nobody answers."""
     try:
-        states, _ = ask(address) if address else ([], '')
+        states, _ = query_states(address) if address else ([], '')
     except (OSError, ValueError, TypeError):
         return []
     return [state for state in states if state.process != jax.process_index()]
 
 
-def behind(states: list[State]) -> list[str]:
+def lagging_processes(states: list[ProcessState]) -> list[str]:
     """A line for each of the processes that has not come to its end, or is silent."""
     silence = _SILENT * _PERIOD
     return [
@@ -244,7 +244,7 @@ def behind(states: list[State]) -> list[str]:
     ]
 
 
-def ask(address: str) -> tuple[list[State], str]:
+def query_states(address: str) -> tuple[list[ProcessState], str]:
     """Asks process 0 for its report, and for the states that it has heard: as many as fit into a message.
 
     Raises:
@@ -264,7 +264,7 @@ def ask(address: str) -> tuple[list[State], str]:
     raise ValueError('it asks for another question each time')
 
 
-def own_address() -> str:
+def local_address() -> str:
     """The address of this host in its network, and a port that is free there."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.bind(('', 0))
@@ -293,7 +293,7 @@ def _socket(address: str, secret: bytes, listens: bool) -> socket.socket:
     return made
 
 
-def _encoded(text: str, states: list[State]) -> bytes:
+def _encoded(text: str, states: list[ProcessState]) -> bytes:
     """A report, and states, of which the first ones if all are too long for a message."""
     data = json.dumps([text, states]).encode()
     if states and len(data) > _LONGEST - HEAD:
@@ -301,8 +301,8 @@ def _encoded(text: str, states: list[State]) -> bytes:
     return data
 
 
-def _decoded(data: bytes) -> tuple[str, list[State]]:
+def _decoded(data: bytes) -> tuple[str, list[ProcessState]]:
     text, states = json.loads(data)
     if any([*map(type, fields)] != _KINDS for fields in states):
         raise ValueError('a message of another program')
-    return str(text), [State(*fields) for fields in states]
+    return str(text), [ProcessState(*fields) for fields in states]

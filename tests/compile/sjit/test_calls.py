@@ -698,7 +698,7 @@ OF_LEAVES = 'shard trees of arrays, and take other leaves out (a function may cl
         (
             lambda module, _: HELPER.reshard(module, P()),
             ArgumentError,
-            'helper.shard places what is elsewhere, before or after.',
+            'helper.shard moves arrays from and to host memory.',
         ),
         (lambda module, _: HELPER.broadcast_from(0, module), DataError, ''),
         (

@@ -24,7 +24,7 @@ class Threads:
 
     def processes_of(self, mesh):
         del mesh
-        return SimpleNamespace(several=True, order='', indices=[10 * n for n in range(COUNT)])
+        return SimpleNamespace(is_multiprocess=True, order='', indices=[10 * n for n in range(COUNT)])
 
     def gather_json(self, mesh, value):
         del mesh

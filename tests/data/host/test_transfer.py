@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from scalax._data.host.local_batch import _boxes_by_process
-from scalax._data.host.process_collectives import as_brought
+from scalax._data.host.process_collectives import concat_by_process
 from scalax.errors import DataError, MeshError, ScalaxError
 from scalax.sharding import MeshShardingHelper
 
@@ -196,7 +196,7 @@ def test_axes_of_different_types_do_not_shard_one_batch(snapshot):
 )
 def test_rows_are_brought_in_parts_where_devices_divide_them(shape, axis, spec, part):
     rows = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
-    array = as_brought(HELPER.mesh, rows, axis)
+    array = concat_by_process(HELPER.mesh, rows, axis)
     assert array.sharding.spec == spec
     assert {shard.data.shape for shard in array.addressable_shards} == {part}
     np.testing.assert_array_equal(array, rows)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from scalax._data.reshard.block_schedule import Piece, boxes_of, extent, schedule_of, volume
+from scalax._data.reshard.block_schedule import Piece, box_shape, boxes_of, make_schedule, volume
 
 
-def make_schedule(shape, source, target, **options):
+def schedule_for(shape, source, target, **options):
     """The schedule between blocks that are given as slices."""
-    return schedule_of(boxes_of(shape, source), boxes_of(shape, target), **options)
+    return make_schedule(boxes_of(shape, source), boxes_of(shape, target), **options)
 
 
 def slices_in(box, block):
@@ -70,7 +70,9 @@ def carried_out(shape, schedule, whole):
 @hypothesis.given(cases())
 def test_any_layout_becomes_any_other(case):
     shape, source, target, most, group = case
-    schedule = make_schedule(shape, source, target, most=most, near=lambda device: ord(device) // group)
+    schedule = schedule_for(
+        shape, source, target, max_elements=most, locality=lambda device: ord(device) // group
+    )
     whole = np.arange(1, math.prod(shape) + 1).reshape(shape)
     made, written = carried_out(shape, schedule, whole)
     assert [*made] == [*target]
@@ -78,7 +80,7 @@ def test_any_layout_becomes_any_other(case):
         np.testing.assert_array_equal(made[device], whole[index])
         assert (written[device] == 1).all()
     for pieces in [*schedule.local_rounds, *schedule.transfer_rounds]:
-        assert len({extent(piece.box) for piece in pieces}) == 1
+        assert len({box_shape(piece.box) for piece in pieces}) == 1
         assert max(Counter(piece.source for piece in pieces).values()) == 1
         assert max(Counter(piece.target for piece in pieces).values()) == 1
     for piece in itertools.chain(*schedule.transfer_rounds):
@@ -89,7 +91,7 @@ def test_any_layout_becomes_any_other(case):
 
 def test_nothing_is_sent_that_is_there():
     blocks = {device: (slice(device, device + 1),) for device in range(4)}
-    schedule = make_schedule((4,), blocks, blocks)
+    schedule = schedule_for((4,), blocks, blocks)
     assert schedule.transfer_rounds == []
     assert schedule.local_rounds == [[Piece(device, device, ((device, device + 1),)) for device in range(4)]]
 
@@ -97,7 +99,7 @@ def test_nothing_is_sent_that_is_there():
 def test_replicas_send_in_turn():
     source = {f's{i}': (slice(None),) for i in range(4)}
     target = {f't{i}': (slice(i, i + 1),) for i in range(8)}
-    schedule = make_schedule((8,), source, target)
+    schedule = schedule_for((8,), source, target)
     assert [len(pieces) for pieces in schedule.transfer_rounds] == [4, 4]
     sent = Counter(piece.source for pieces in schedule.transfer_rounds for piece in pieces)
     assert sent == dict.fromkeys(source, 2)
@@ -106,7 +108,7 @@ def test_replicas_send_in_turn():
 def test_close_devices_send_what_they_have():
     source = {f'{host}{i}': (slice(i, i + 1),) for host in 'ab' for i in range(2)}
     target = {f'{host}{i}': (slice(None),) for host in 'abc' for i in range(2, 4)}
-    schedule = make_schedule((2,), source, target, near=lambda device: device[0])
+    schedule = schedule_for((2,), source, target, locality=lambda device: device[0])
     pieces = [piece for pieces in schedule.transfer_rounds for piece in pieces]
     assert len(pieces) == 12
     assert all(piece.source[0] == piece.target[0] for piece in pieces if piece.target[0] != 'c')
@@ -116,13 +118,13 @@ def test_a_transposed_sharding_takes_as_many_rounds_as_devices():
     n = 64
     rows = {i: (slice(i, i + 1), slice(None)) for i in range(n)}
     columns = {n + i: (slice(None), slice(i, i + 1)) for i in range(n)}
-    assert len(make_schedule((n, n), rows, columns).transfer_rounds) == n
+    assert len(schedule_for((n, n), rows, columns).transfer_rounds) == n
 
 
 def test_blocks_that_are_missing_or_overlap():
     with pytest.raises(ValueError) as missing:
-        make_schedule((4,), {0: (slice(0, 2),)}, {0: (slice(None),)})
+        schedule_for((4,), {0: (slice(0, 2),)}, {0: (slice(None),)})
     assert str(missing.value) == 'the blocks of the source have 2 of the 4 elements of ((0, 4),)'
     with pytest.raises(ValueError) as overlapping:
-        make_schedule((4,), {0: (slice(0, 3),), 1: (slice(2, 4),)}, {0: (slice(None),)})
+        schedule_for((4,), {0: (slice(0, 3),), 1: (slice(2, 4),)}, {0: (slice(None),)})
     assert str(overlapping.value) == 'the blocks of the source overlap: [(0, 3), (2, 4)]'

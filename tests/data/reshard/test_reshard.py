@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._data.reshard import device_steps, routes
+from scalax._data.reshard import device_ops, leaf_transfer
 from scalax.errors import ArgumentError, MeshError, ShardingError
 from scalax.plan import plan_reshard
 from scalax.sharding import MeshShardingHelper
@@ -41,8 +41,8 @@ def assert_equal(array, wanted):
 
 
 ADVICE = (
-    'What to do: pass arrays, before they are donated; for a plan, structs with shardings, as '
-    'helper.abstract(tree, rules) makes them. helper.shard places what is elsewhere, before or after.'
+    'What to do: pass arrays on devices, before they are donated; for a plan, structs with shardings, '
+    'from helper.abstract(tree, rules). helper.shard moves arrays from and to host memory.'
 )
 
 
@@ -122,15 +122,15 @@ def test_axis_types_and_a_mesh_that_is_set():
                 parts,
                 P('a'),
                 'reshard: these leaves cannot be moved:\n'
-                '  (the leaf itself): float32[8, 8] has parts of sums (unreduced axes)\n' + ADVICE,
+                '  (the leaf itself): float32[8, 8] holds partial sums (unreduced axes)\n' + ADVICE,
             ),
             (
                 after,
                 tree,
                 P(unreduced={'a'}),
                 'reshard: these leaves cannot be moved:\n'
-                '  k of the result has parts of sums (unreduced axes)\n'
-                '  x of the result has parts of sums (unreduced axes)\n' + ADVICE,
+                '  k of the result holds partial sums (unreduced axes)\n'
+                '  x of the result holds partial sums (unreduced axes)\n' + ADVICE,
             ),
         ]:
             with pytest.raises(ArgumentError) as error:
@@ -181,8 +181,10 @@ def test_dtypes_change_on_the_way():
 @pytest.mark.medium
 def test_a_schedule_is_computed_once(monkeypatch):
     counted = []
-    schedule_of = routes.schedule_of
-    monkeypatch.setattr(routes, 'schedule_of', lambda *args: counted.append(args) or schedule_of(*args))
+    schedule_of = leaf_transfer.make_schedule
+    monkeypatch.setattr(
+        leaf_transfer, 'make_schedule', lambda *args: counted.append(args) or schedule_of(*args)
+    )
     before, after = helper_of(range(4), 4), helper_of(range(1, 6), 5)
     for seed in range(3):
         tree = {name: before.shard(values((4, 35), 'float32', seed), P('a')) for name in 'xyz'}
@@ -209,7 +211,7 @@ def test_errors_before_anything_moves():
     assert str(error.value) == (
         'reshard: these leaves cannot be moved:\n'
         '  w: float32[4] was deleted, or donated to a function\n'
-        '  x: float32[4] has no value, and this process has a part of it\n' + ADVICE
+        '  x: float32[4] has no value, but this process holds a shard of it\n' + ADVICE
     )
     with pytest.raises(ArgumentError) as error:
         helper.reshard({'x': jax.ShapeDtypeStruct((4,), 'float32'), 'y': 'text'}, P())
@@ -346,8 +348,8 @@ def test_a_bound_on_memory(spec, monkeypatch):
 
         return call
 
-    for name in ('cut', 'carry', 'paste'):
-        monkeypatch.setattr(device_steps, name, measured(getattr(device_steps, name)))
+    for name in ('extract', 'send', 'insert'):
+        monkeypatch.setattr(device_ops, name, measured(getattr(device_ops, name)))
     assert_equal(after.reshard(source, spec), x)
     unbounded = max(most.values()) - block
     most.update(dict.fromkeys(most, 0))

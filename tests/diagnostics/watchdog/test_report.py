@@ -13,16 +13,18 @@ import pytest
 
 from scalax._core.channel import datagrams
 from scalax._diagnostics.watchdog import state, watch
-from scalax._diagnostics.watchdog.state import State
+from scalax._diagnostics.watchdog.state import ProcessState
 from scalax.errors import ArgumentError
 
 
-def at(process: int, phase: str = state.COMPUTING, step: int = 7, silent: float = 0.0, **more: Any) -> State:
+def at(
+    process: int, phase: str = state.COMPUTING, step: int = 7, silent: float = 0.0, **more: Any
+) -> ProcessState:
     given = {'line': 'train.py:30 in train', 'before': '', 'ago': 95.0, 'since': 94.0, **more}
-    return State(process, 'gpu-07', 40 + process, step, phase=phase, silent=silent, **given)
+    return ProcessState(process, 'gpu-07', 40 + process, step, phase=phase, silent=silent, **given)
 
 
-def said(*states: State, late: bool = True, usual: float = 0.8, address: str = 'gpu-00:1234') -> str:
+def said(*states: ProcessState, late: bool = True, usual: float = 0.8, address: str = 'gpu-00:1234') -> str:
     return watch.report(list(states), late, usual, 5.0, address)
 
 
@@ -91,7 +93,7 @@ def test_what_a_process_that_is_behind_does(phase: str, text: str) -> None:
         ((at(0), at(1, state.ENDING, silent=6.0)), {1}),
     ],
 )
-def test_who_is_behind(states: tuple[State, ...], behind: set[int]) -> None:
+def test_who_is_behind(states: tuple[ProcessState, ...], behind: set[int]) -> None:
     text = said(*states)
     assert {one.process for one in states if f'process {one.process} (' in text} == behind
 
@@ -120,9 +122,9 @@ def test_a_message_holds_as_many_states_as_fit() -> None:
 
 
 @contextlib.contextmanager
-def process_0(secret: bytes = b'', count: int = 4) -> Iterator[tuple[watch.Watch, socket.socket]]:
+def process_0(secret: bytes = b'', count: int = 4) -> Iterator[tuple[watch.Watchdog, socket.socket]]:
     """Process 0, and a socket that sends to it."""
-    zero = watch.Watch('localhost:0', 0, count, None, 20, secret)
+    zero = watch.Watchdog('localhost:0', 0, count, None, 20, secret)
     with zero._socket:
         address = f'localhost:{zero._socket.getsockname()[1]}'
         with watch._socket(address, secret, listens=False) as other:
@@ -130,7 +132,7 @@ def process_0(secret: bytes = b'', count: int = 4) -> Iterator[tuple[watch.Watch
             yield zero, other
 
 
-def exchanged(zero: watch.Watch, other: socket.socket, packet: bytes) -> bytes:
+def exchanged(zero: watch.Watchdog, other: socket.socket, packet: bytes) -> bytes:
     """What process 0 answers; empty if it does not."""
     other.send(packet)
     zero._listen(time.monotonic() + 0.05)
@@ -153,7 +155,7 @@ def test_process_0_answers_with_its_own_state_alone() -> None:
 
 def test_a_process_tells_again_once_it_knows_the_nonce() -> None:
     with process_0(SECRET) as (zero, other):
-        one = watch.Watch(f'localhost:{other.getpeername()[1]}', 1, 4, None, 20, SECRET)
+        one = watch.Watchdog(f'localhost:{other.getpeername()[1]}', 1, 4, None, 20, SECRET)
         with one._socket:
             one._own = at(1, step=5)
             one._tell()
@@ -210,7 +212,7 @@ def test_what_is_signed_is_parsed_with_care() -> None:
     ],
 )
 def test_where_process_0_listens(address: str, secret: bytes, where: str) -> None:
-    zero = watch.Watch(address, 0, 2, None, 20, secret)
+    zero = watch.Watchdog(address, 0, 2, None, 20, secret)
     with zero._socket:
         assert zero._socket.getsockname()[0] == (
             where or ('::' if socket.has_dualstack_ipv6() else '0.0.0.0')
@@ -219,7 +221,7 @@ def test_where_process_0_listens(address: str, secret: bytes, where: str) -> Non
 
 def test_process_0_does_not_listen_to_other_machines_without_a_secret() -> None:
     with pytest.raises(ArgumentError) as error:
-        watch.Watch('node-0:1234', 0, 2, None, 20)
+        watch.Watchdog('node-0:1234', 0, 2, None, 20)
     assert str(error.value) == (
         'initialize: node-0:1234 can be reached from other machines, and there is no secret to tell who may '
         'connect. What to do: set the environment variable SCALAX_RUN_TOKEN to the same secret on both '
@@ -232,7 +234,7 @@ def test_messages_of_all_do_not_come_at_once(monkeypatch: pytest.MonkeyPatch) ->
     slept: list[float] = []
     monkeypatch.setattr(watch.time, 'sleep', slept.append)
     for process in (0, 1024, 2048):
-        watch.Watch('localhost:9', process, 4096, None, 20).run()  # ends: nothing is joined here
+        watch.Watchdog('localhost:9', process, 4096, None, 20).run()  # ends: nothing is joined here
     assert slept == [0.0, 0.625, 1.25]
 
 
@@ -269,21 +271,21 @@ def test_how_long_a_step_may_take(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     """Of one process that measures steps of a second, and then has one that ended 25, 35 seconds ago."""
     clock = [0.0]
     monkeypatch.setattr(state.time, 'monotonic', lambda: clock[0])
-    monkeypatch.setattr(state.last, 'step', (0, 0.0, 0))
-    monkeypatch.setattr(state.last, 'thread', threading.get_ident())
-    one = watch.Watch('localhost:0', 0, 1, None, 20)
+    monkeypatch.setattr(state.recorded, 'step', (0, 0.0, 0))
+    monkeypatch.setattr(state.recorded, 'thread', threading.get_ident())
+    one = watch.Watchdog('localhost:0', 0, 1, None, 20)
     with one._socket:
         for step in range(1, 8):
             clock[0] += 1.0
-            state.at_step(step)
-            state.at_step(step)  # by a checkpointer
-            one._heard[0] = state.measured(0, None)
-            one._judge()
+            state.record_step(step)
+            state.record_step(step)  # by a checkpointer
+            one._heard[0] = state.sample_state(0, None)
+            one._detect_stragglers()
         assert list(one._seconds) == [1.0] * 6
         for later, reports in ((25.0, 0), (35.0, 1), (40.0, 1), (100.0, 2)):
             clock[0] = 7.0 + later
-            one._heard[0] = state.measured(0, None)
-            one._judge()
+            one._heard[0] = state.sample_state(0, None)
+            one._detect_stragglers()
             assert len(caplog.records) == reports
         assert (
             caplog.records[0]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from examples.launch.ports import held_port
-from scalax._diagnostics.watchdog.state import State
+from scalax._diagnostics.watchdog.state import ProcessState
 from scalax.cli import ExitCode, main
 from tests.support import ROOT
 from tests.support.processes import Running, started
@@ -133,7 +133,7 @@ def test_a_slow_step_is_no_alarm(capsys: pytest.CaptureFixture[str]) -> None:
         two.wait_for('did 12\n')
         assert main(['doctor', '--run', address]) == ExitCode.DONE
         head, _, *rows = capsys.readouterr().out.splitlines()
-        assert head.split() == [*State._fields]
+        assert head.split() == [*ProcessState._fields]
         # What a busy process was last seen doing may take several lines.
         assert [row.split()[:3] for row in rows if row[:1].isdigit()] == [
             [str(index), os.uname().nodename, str(process.pid)] for index, process in enumerate(two.processes)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples.launch.ports import held_port
-from scalax._data.host import exits
+from scalax._data.host import exit_handler
 from tests.support import ROOT
 from tests.support.processes import Running, started
 
@@ -67,17 +67,17 @@ def test_ctrl_c_ends_the_wait(port: int, tmp_path: Path) -> None:
         while 'data still move' not in two.output() and time.monotonic() < deadline:
             time.sleep(0.1)
         two.processes[0].send_signal(signal.SIGINT)
-        assert two.processes[0].wait(60) == exits.INTERRUPTED, outputs(two)
+        assert two.processes[0].wait(60) == exit_handler.INTERRUPTED, outputs(two)
         assert two.output().endswith(
             'Ctrl-C has ended this process while data still move: float32[16, 4] of processes 0, 1\n'
-            f'{exits._ADVICE}\n'
+            f'{exit_handler._ADVICE}\n'
         ), outputs(two)
 
 
 @pytest.mark.medium
 def test_one_that_does_not_come_is_named_and_not_waited_for(port: int, tmp_path: Path) -> None:
     with program(port, tmp_path, 'local_data_to_global_array', 'never', '6') as two:
-        assert two.processes[0].wait(200) == exits.FAILED, outputs(two)
+        assert two.processes[0].wait(200) == exit_handler.FAILED, outputs(two)
         text = two.output()
         assert 'has waited' not in text and 'has not waited' not in text  # no other handler ran
         logged = re.sub(r'\d+ s\b', 'N s', text)
@@ -90,7 +90,7 @@ def test_one_that_does_not_come_is_named_and_not_waited_for(port: int, tmp_path:
         )
         message = 'N s after the end of the program, data still move: float32[16, 4] of processes 0, 1'
         message = f'{message}\n{who}'
-        expected = f'{message}\n{exits._ADVICE}\n'
+        expected = f'{message}\n{exit_handler._ADVICE}\n'
         assert re.sub(r', [a-zA-Z ]+ before that', '', logged).endswith(expected), text
 
 

@@ -24,8 +24,8 @@ from typing import Any
 import jax
 
 from scalax._core.pytree.paths import type_text
-from scalax._diagnostics.watchdog.state import ENDING, FINISHING, last
-from scalax._diagnostics.watchdog.watch import behind, others
+from scalax._diagnostics.watchdog.state import ENDING, FINISHING, recorded
+from scalax._diagnostics.watchdog.watch import lagging_processes, other_states
 from scalax._jax.device_queue import finish, unfinished
 from scalax.errors import shown
 
@@ -102,14 +102,14 @@ def _finish() -> None:
     """Waits until nothing moves any more, or the time is up."""
     if not _waiting or _waiting[0].process != os.getpid():
         return
-    last.exits = FINISHING
+    recorded.exits = FINISHING
     try:
         _wait(_waiting[0])
     except KeyboardInterrupt:
         moving = _waiting[0].moving()
         _log.error('Ctrl-C has ended this process while data still move: %s\n%s', moving, _ADVICE)
         _end(INTERRUPTED)
-    last.exits = ENDING
+    recorded.exits = ENDING
 
 
 def _wait(waiting: _Waiting) -> None:
@@ -122,11 +122,11 @@ def _wait(waiting: _Waiting) -> None:
     waiting.begun.set()
     since, pause = begun, _FIRST
     while not waiting.ended.wait(min(pause, settings.seconds)):
-        pause, states = _REPEAT, others(settings.address)
+        pause, states = _REPEAT, other_states(settings.address)
         # Where all processes have come to their end, and others wait as well, it may be a long computation.
-        if any(state.phase == FINISHING for state in states) and not behind(states):
+        if any(state.phase == FINISHING for state in states) and not lagging_processes(states):
             since = time.monotonic()
-        lines = f'\n{shown(behind(states))}' if behind(states) else ''
+        lines = f'\n{shown(lagging_processes(states))}' if lagging_processes(states) else ''
         seconds = f'{time.monotonic() - begun:.0f} s after the end of the program'
         text = f'{seconds}, data still move: {waiting.moving()}{lines}'
         if time.monotonic() < since + settings.seconds:

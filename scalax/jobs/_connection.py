@@ -1,4 +1,4 @@
-"""The connection of a receiver to a process of the sender, and what both check of their arguments."""
+"""Connection of a receiver to a process of the sender, and checks of the arguments of both."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from scalax._core.channel.secret import SECRET_VARIABLE, require_secret
 from scalax.errors import ArgumentError, TransferError
 
 _ADDRESS = re.compile(r'(?P<host>[^/\s:]+):(?P<port>\d+)')
-_LONGEST = 1e8  # seconds; clocks have no room for much more
-_LAST_PORT = 65535
+_MAX_SECONDS = 1e8  # clocks cannot represent much longer times
+_MAX_PORT = 65535
 _RETRY = 0.2  # seconds between two attempts to connect
-_LONGEST_ANSWER = 1 << 28  # bytes: the layout of a tree of a million leaves
-LONGEST_QUESTION = 1 << 20  # bytes: of a question, which names a part for each device of a process
+_MAX_RESPONSE = 1 << 28  # bytes: the layout of a tree of a million leaves
+MAX_REQUEST = 1 << 20  # bytes: a request lists a part for each device of a process
 
 
 def host_and_port(what: str, address: str) -> tuple[str, int]:
-    """The parts of an address.
+    """Splits an address into host and port; messages begin with *what*.
 
     Raises:
-        ArgumentError: it is no address; the message begins with *what*.
+        ArgumentError: it is not an address.
     """
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if match is None:
@@ -33,8 +33,8 @@ def host_and_port(what: str, address: str) -> tuple[str, int]:
         if isinstance(address, str) and _is_ipv6(address.rpartition(':')[0]):
             hint = '; IPv6 addresses are not supported: give an IPv4 address, or a name that has one'
         raise ArgumentError(f"{what}: address has to be 'host:port', got {address!r}{hint}")
-    if int(match['port']) > _LAST_PORT:
-        raise ArgumentError(f'{what}: ports go from 0 to {_LAST_PORT}, got {address!r}')
+    if int(match['port']) > _MAX_PORT:
+        raise ArgumentError(f'{what}: ports go from 0 to {_MAX_PORT}, got {address!r}')
     return match['host'], int(match['port'])
 
 
@@ -46,11 +46,11 @@ def _is_ipv6(host: str) -> bool:
 
 
 def resolved(what: str, host: str) -> str:
-    """The IPv4 address of a host, which has to be one by which others can reach it.
+    """Returns the IPv4 address of a host, by which other machines can reach it; messages begin with *what*.
 
     Raises:
-        ArgumentError: it stands for all addresses of a machine; the message begins with *what*.
-        OSError: the host has no address.
+        ArgumentError: the host stands for all addresses of a machine, such as 0.0.0.0.
+        OSError: the host has no IPv4 address.
     """
     try:
         address = socket.gethostbyname(host)
@@ -69,33 +69,33 @@ def resolved(what: str, host: str) -> str:
 
 
 def checked_seconds(what: str, wait: float, timeout: float) -> None:
-    """Raises ArgumentError unless both are numbers of seconds; without a *wait*, nothing is waited for."""
+    """Raises ArgumentError unless both are valid numbers of seconds; *wait* may be 0."""
     for name, value, allowed in (('wait', wait, '0 to 1e8'), ('timeout', timeout, 'more than 0, to 1e8')):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value <= _LONGEST or (name == 'timeout' and not value):
+        if not is_number or not 0 <= value <= _MAX_SECONDS or (name == 'timeout' and not value):
             raise ArgumentError(f'{what}: {name} has to be a number of seconds, {allowed}, got {value!r}')
 
 
-def own_address_towards(host: str) -> str:
-    """The address of this machine on the network on which it reaches a host."""
+def local_address_towards(host: str) -> str:
+    """Returns the address of this machine on the network by which it reaches a host."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
         return str(probe.getsockname()[0])
 
 
-class Line:
-    """A connection to a process of the sender.
+class SenderConnection:
+    """A connection to one process of the sender.
 
     Args:
-        name: of the process, for messages.
-        address: where it listens.
-        secret: of both jobs; empty if the address is of this machine.
-        wait: seconds to try to connect: the sender may start later.
-        timeout: seconds that it may take to prove that it has the secret.
+        name: the name of the process, for messages.
+        address: the address at which it listens.
+        secret: the secret of both jobs; empty if the address is on this machine.
+        wait: seconds to retry connecting: the sender may start later.
+        timeout: seconds that the process may take to prove that it has the secret.
 
     Raises:
-        ArgumentError: *address* is no address, or needs a secret.
-        TransferError: nobody listens there, or who does has another secret.
+        ArgumentError: *address* is not an address, or needs a secret.
+        TransferError: nothing listens there, or has another secret.
     """
 
     def __init__(self, name: str, address: str, secret: bytes, wait: float, timeout: float) -> None:
@@ -104,35 +104,35 @@ class Line:
         self._name = f'{name} at {address}'
         deadline = time.monotonic() + wait
         while True:
-            why: Exception
+            cause: Exception
             try:
                 self._socket = socket.create_connection((host, port), timeout=max(wait, 1.0))
                 try:
-                    self._channel = self._proved(secret, timeout)
+                    self._channel = self._authenticate(secret, timeout)
                     break
                 except BaseException:
                     self._socket.close()
                     raise
             except lines.ConnectionClosed as error:
-                why, reason = (
+                cause, reason = (
                     error,
                     'the connection was closed at once: there are too many, or the Sender ends',
                 )
             except OSError as error:
-                why, reason = error, str(error)
+                cause, reason = error, str(error)
             if time.monotonic() > deadline:
                 raise TransferError(
                     f'receive: nobody listens at {address} ({reason}). What to do: start the job with the '
                     'Sender, give its address, and a longer wait if it starts later.'
-                ) from why
+                ) from cause
             time.sleep(_RETRY)
 
-    def _proved(self, secret: bytes, timeout: float) -> lines.Channel:
-        """The channel, once both sides have proved that they have one secret."""
+    def _authenticate(self, secret: bytes, timeout: float) -> lines.Channel:
+        """Returns the channel, after both sides have proved that they have the same secret."""
         try:
             return lines.client_handshake(self._socket, secret, timeout)
         except TimeoutError:
-            raise self._silent(timeout) from None
+            raise self._timeout_error(timeout) from None
         except lines.Unauthenticated:
             raise self.fault(
                 'has another secret than this job, or one of the two has none. What to do: set '
@@ -141,17 +141,17 @@ class Line:
         except lines.InvalidMessage:
             raise self.fault('is no Sender of this version of scalax') from None
 
-    def ask(self, question: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to a question.
+    def request(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Sends a request and returns the response.
 
         Raises:
-            TransferError: the process is gone, or silent for so many seconds, or answers with a fault.
+            TransferError: the process is gone, does not respond in time, or responds with a fault.
         """
         try:
-            self._channel.send(question, seconds)
-            answer = self._channel.read(_LONGEST_ANSWER, seconds)
+            self._channel.send(message, seconds)
+            response = self._channel.read(_MAX_RESPONSE, seconds)
         except TimeoutError:
-            raise self._silent(seconds) from None
+            raise self._timeout_error(seconds) from None
         except lines.ConnectionClosed:
             raise self.fault('is gone: it ended, or closed its Sender') from None
         except lines.InvalidMessage:
@@ -160,22 +160,22 @@ class Line:
             ) from None
         except OSError as error:
             raise self.fault(f'is gone ({error})') from error
-        if 'fault' in answer:
-            raise self.fault(f'answered: {answer["fault"]}')
-        return cast(dict[str, Any], answer)
+        if 'fault' in response:
+            raise self.fault(f'answered: {response["fault"]}')
+        return cast(dict[str, Any], response)
 
-    def _silent(self, seconds: float) -> TransferError:
+    def _timeout_error(self, seconds: float) -> TransferError:
         return self.fault(f'did not answer within {seconds:.0f} s: it hangs, or is stopped')
 
     def fault(self, text: str) -> TransferError:
-        """An error that names the process."""
+        """Returns an error that names the process."""
         return TransferError(f'receive: {self._name} {text}')
 
     @property
-    def own_address(self) -> str:
+    def local_address(self) -> str:
         """The address of this machine on the network of the connection."""
         return str(self._socket.getsockname()[0])
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes the connection."""
         self._socket.close()
