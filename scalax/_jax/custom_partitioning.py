@@ -13,18 +13,18 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from scalax._jax.equations import shape_of
-from scalax._jax.rewriting import added_equation, with_results
+from scalax._jax.rewriting import trace_added_equation, with_results
 
 Specs = list[PartitionSpec]
 
 
-def mapped_over_blocks(equation: Any, specs: Sequence[PartitionSpec], mesh: AbstractMesh) -> Any:
+def as_shard_map(equation: Any, specs: Sequence[PartitionSpec], mesh: AbstractMesh) -> Any:
     """Returns a `shard_map` in place of a `custom_partitioning`, which runs its function of blocks.
 
     It is None if the shardings of results do not follow from those of operands, if the function closes over
     arrays, or if the code of users for a compiler asks for more than is known here. Relies on *partition*
     taking *static_args*, the mesh, and the types of operands and results with their shardings; and on what
-    `added_equation` of `rewriting` relies on.
+    `trace_added_equation` of `rewriting` relies on.
 
     Args:
         equation: the call.
@@ -59,7 +59,7 @@ def _mapped(equation: Any, specs: Sequence[PartitionSpec], mesh: AbstractMesh) -
     mapped = jax.shard_map(
         of_blocks, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
     )
-    return added_equation(mapped, equation, equation.invars)
+    return trace_added_equation(mapped, equation, equation.invars)
 
 
 def _typed(atoms: Sequence[Any], specs: Sequence[PartitionSpec], mesh: AbstractMesh) -> list[Any]:

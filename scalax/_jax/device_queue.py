@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 @functools.lru_cache(maxsize=64)
-def last_program(devices: tuple[Any, ...]) -> Callable[[], jax.Array]:
+def fence_program(devices: tuple[Any, ...]) -> Callable[[], jax.Array]:
     """Returns a program for devices of this process, which they run after all that was started there before.
 
     Relies on devices running programs in the order in which they were started, also where nobody holds their
@@ -24,7 +24,7 @@ def last_program(devices: tuple[Any, ...]) -> Callable[[], jax.Array]:
     return jax.jit(lambda: jnp.zeros(len(devices)), out_shardings=sharding)
 
 
-def unfinished(platform: str) -> list[jax.Array]:
+def pending_arrays(platform: str) -> list[jax.Array]:
     """Returns the arrays on a platform that are not computed yet, but for those that were dropped.
 
     Relies on ``is_ready`` of an array, which does not wait.
@@ -33,19 +33,19 @@ def unfinished(platform: str) -> list[jax.Array]:
     return [array for array in arrays if not array.is_deleted() and not array.is_ready()]
 
 
-def finish(platform: str) -> Iterator[tuple[list[jax.Array], Exception]]:
+def drain(platform: str) -> Iterator[tuple[list[jax.Array], Exception]]:
     """Waits until this process's devices of a platform have nothing left to do; yields what fails.
 
     An error comes with the array that it is of, or with none where the array was dropped.
 
     Relies on waiting for an array that will never come raising an error, as soon as JAX knows that.
     """
-    for array in unfinished(platform):
+    for array in pending_arrays(platform):
         try:
             jax.block_until_ready(array)
         except Exception as error:  # noqa: BLE001 - of the device, or of another process
             yield [array], error
     try:
-        jax.block_until_ready(last_program(tuple(jax.local_devices(backend=platform)))())
+        jax.block_until_ready(fence_program(tuple(jax.local_devices(backend=platform)))())
     except Exception as error:  # noqa: BLE001 - as above; the caller keeps it
         yield [], error

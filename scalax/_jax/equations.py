@@ -34,7 +34,7 @@ DimPairs = tuple[Sequence[int], Sequence[int]]
 # Jaxprs and variables --------------------------------------------------------------------------------
 
 
-def opened(jaxpr: Any) -> Any:
+def open_jaxpr(jaxpr: Any) -> Any:
     """The jaxpr without its constants. Relies on JAX before 0.11 wrapping it, and on one class since.
 
     What is known of jaxprs and equations is kept in dictionaries with them as keys, which relies on each
@@ -62,7 +62,7 @@ def size_of(atom: Any) -> int:
     return math.prod(shape_of(atom))
 
 
-def makers_of(jaxpr: Any) -> dict[int, Any]:
+def producers_of(jaxpr: Any) -> dict[int, Any]:
     """The equations of an open jaxpr, by the ids of their results: literals are not hashable."""
     return {id(var): equation for equation in jaxpr.eqns for var in equation.outvars}
 
@@ -112,7 +112,7 @@ RUN_ONCE = {
 }
 
 
-def called(equation: Any) -> Any:
+def call_jaxpr(equation: Any) -> Any:
     """The jaxpr of a call (`CALLS`)."""
     return equation.params[CALLS[equation.primitive.name]]
 
@@ -121,7 +121,7 @@ def called(equation: Any) -> Any:
 ANNOTATED_CALLS = frozenset(('custom_partitioning', 'composite', 'xla_metadata_call'))
 
 
-def annotated(equation: Any) -> Any:
+def annotated_call_jaxpr(equation: Any) -> Any:
     """The jaxpr of a call of `ANNOTATED_CALLS`, open or closed, which takes its operands in order.
 
     Relies on it being the only one in the parameters.
@@ -130,7 +130,7 @@ def annotated(equation: Any) -> Any:
     return jaxpr
 
 
-def computed_again(equation: Any) -> Sequence[bool]:
+def prevents_cse(equation: Any) -> Sequence[bool]:
     """Which operands of a call the compiler must not see through.
 
     They are those of what `jax.checkpoint` computes again, which would be merged with what was there before.
@@ -184,7 +184,7 @@ def loop_of(equation: Any) -> Loop:
     if equation.primitive.name == 'while':
         counts = params['cond_nconsts'], params['body_nconsts']
         return Loop(params['body_jaxpr'], params['cond_jaxpr'], *counts, len(equation.outvars), None)
-    body = opened(params['jaxpr'])
+    body = open_jaxpr(params['jaxpr'])
     carried = _leading(_same_rank, equation.outvars, body.outvars)
     stacked = _leading(lambda *pair: not _same_rank(*pair), equation.invars[::-1], body.invars[::-1])
     return Loop(params['jaxpr'], None, 0, len(body.invars) - carried - stacked, carried, params['length'])
@@ -195,7 +195,7 @@ def scan_options(equation: Any) -> dict[str, Any]:
     return {name: equation.params[name] for name in ('reverse', 'unroll')}
 
 
-def rounds_param(length: int) -> dict[str, Any]:
+def trip_count_param(length: int) -> dict[str, Any]:
     """The parameter of a `scan` that says how many rounds it has. Relies on *length* alone saying it."""
     return {'length': length}
 
@@ -213,7 +213,7 @@ def is_jaxpr(value: Any) -> bool:
     return isinstance(value, ClosedJaxpr | Jaxpr)
 
 
-def values_in(equation: Any) -> Iterator[Any]:
+def param_values(equation: Any) -> Iterator[Any]:
     """What the parameters of an equation hold, also inside tuples, dicts and dataclasses."""
     return _values(equation.params)
 
@@ -236,7 +236,7 @@ def _values(value: Any) -> Iterator[Any]:
         yield value
 
 
-def jaxprs_in(equation: Any) -> Iterator[Any]:
+def inner_jaxprs(equation: Any) -> Iterator[Any]:
     """The jaxprs that the parameters of any equation hold, without their constants."""
     return iter(_jaxprs_of(equation.params.values()) if equation.params else ())
 
@@ -248,12 +248,12 @@ def _jaxprs_of(values: Iterable[Any]) -> list[Any]:
         value_type: Any = type(value)
         kind = _kind(value_type)
         if kind == 'jaxpr':
-            found.append(opened(value))
+            found.append(open_jaxpr(value))
         elif kind == 'sequence':
             if not _PLAIN.issuperset(map(type, value)):
                 found += _jaxprs_of(value)
         elif kind:
-            found += map(opened, filter(is_jaxpr, _values(value)))
+            found += map(open_jaxpr, filter(is_jaxpr, _values(value)))
     return found
 
 
@@ -267,17 +267,17 @@ def _kind(kind: Any) -> str:
     return 'other' if issubclass(kind, dict) or dataclasses.is_dataclass(kind) else ''
 
 
-def run_once(equation: Any) -> Any:
+def run_once_jaxpr(equation: Any) -> Any:
     """The jaxpr that an equation of `RUN_ONCE` runs; of a linear solve the one that solves it.
 
     Relies on it being the first of those in the parameters, or in *jaxprs* or a parameter of its name.
     """
     params, part = equation.params, RUN_ONCE[equation.primitive.name]
     held = getattr(params.get('jaxprs'), part, None) or params.get(part, params) if part else params
-    return opened(next(filter(is_jaxpr, _values(held))))
+    return open_jaxpr(next(filter(is_jaxpr, _values(held))))
 
 
-def solve_call(equation: Any) -> tuple[Any, Sequence[Any]]:
+def linear_solve_call(equation: Any) -> tuple[Any, Sequence[Any]]:
     """The closed jaxpr that solves a `custom_linear_solve`, and its operands.
 
     Relies on *jaxprs* and *const_lengths* being tuples of *matvec*, *vecmat*, *solve* and *transpose_solve*:
@@ -317,7 +317,7 @@ def takes_arrays(jaxpr: Any) -> bool:
 
     Relies on types of references being no ``jax.core.ShapedArray``.
     """
-    return all(isinstance(var.aval, jax.core.ShapedArray) for var in opened(jaxpr).invars)
+    return all(isinstance(var.aval, jax.core.ShapedArray) for var in open_jaxpr(jaxpr).invars)
 
 
 def takes_refs(equation: Any) -> bool:
@@ -328,31 +328,31 @@ def takes_refs(equation: Any) -> bool:
     return any(isinstance(x.aval, jax.ref.AbstractRef) for x in (*equation.invars, *equation.outvars))
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
+def all_equations(jaxpr: Any) -> Iterator[Any]:
     """The equations of a jaxpr and of those inside it."""
-    return with_inside(opened(jaxpr).eqns)
+    return with_inner_equations(open_jaxpr(jaxpr).eqns)
 
 
-def with_inside(equations: Iterable[Any]) -> Iterator[Any]:
+def with_inner_equations(eqns: Iterable[Any]) -> Iterator[Any]:
     """Equations, each with those of the jaxprs inside it."""
-    for equation in equations:
+    for equation in eqns:
         yield equation
-        for inside in jaxprs_in(equation):
-            yield from with_inside(inside.eqns)
+        for inside in inner_jaxprs(equation):
+            yield from with_inner_equations(inside.eqns)
 
 
-def draws_of_each_key(equation: Any) -> bool:
-    """Whether a `random_bits` draws of each of several keys alone. Relies on what `draws_alike` relies on."""
+def draws_per_key(equation: Any) -> bool:
+    """Whether a `random_bits` draws for each key separately. Relies on ``key<fry>`` naming threefry keys."""
     return str(equation.invars[0].aval.dtype) == 'key<fry>'
 
 
-def draws_alike(jaxpr: Any) -> bool:
+def draws_same_under_vmap(jaxpr: Any) -> bool:
     """Whether what a jaxpr draws of keys is the same under `jax.vmap`.
 
     With many keys of the other generators of JAX, *rbg* and *unsafe_rbg*, all is drawn of the first one. Of a
     generator of somebody else nothing is known. Relies on ``key<fry>`` being the dtype of threefry's keys.
     """
-    for equation in equations(jaxpr):
+    for equation in all_equations(jaxpr):
         if equation.primitive.name in ('rng_bit_generator', 'rng_uniform'):
             return False
         for atom in (*equation.invars, *equation.outvars):
@@ -374,7 +374,7 @@ def dim_of(equation: Any) -> int:
     return params[next(name for name in ('dimension', 'axis', 'reduction_dimension') if name in params)]
 
 
-def works_along(equation: Any, dim: int) -> bool:
+def acts_along(equation: Any, dim: int) -> bool:
     """Whether `rev`, `pad`, a cumulative operation, or one on windows works along a dimension.
 
     Relies on *axis*, *dimensions*, *padding_config*, or *window_dimensions* and *padding*.
@@ -387,12 +387,12 @@ def works_along(equation: Any, dim: int) -> bool:
     return dim == params['axis'] if 'axis' in params else dim in params['dimensions']
 
 
-def count_keys(equation: Any) -> int:
+def count_sort_keys(equation: Any) -> int:
     """By how many of its operands, the first ones, a `sort` sorts. Relies on *num_keys*."""
     return equation.params['num_keys']
 
 
-def is_from_zero(equation: Any) -> bool:
+def has_all_groups(equation: Any) -> bool:
     """Whether a `ragged_dot_general` takes all groups. Relies on *group_offset* being None then."""
     return equation.params['group_offset'] is None
 
@@ -416,7 +416,7 @@ def permutation(equation: Any) -> Sequence[int]:
     return equation.params['permutation']
 
 
-def is_reordered(equation: Any) -> bool:
+def permutes_elements(equation: Any) -> bool:
     """Whether a `reshape` reads its operand in another order. Relies on *dimensions*, which is then given."""
     return equation.params.get('dimensions') is not None
 
@@ -496,7 +496,7 @@ def fill_value(equation: Any) -> Any:
     return equation.params['fill_value']
 
 
-def says_sorted(equation: Any) -> bool:
+def indices_are_sorted(equation: Any) -> bool:
     """Whether a `gather` or a scatter relies on its indices being sorted. Relies on *indices_are_sorted*."""
     return equation.params.get('indices_are_sorted', False)
 
@@ -509,34 +509,34 @@ def scatter_dims(equation: Any) -> Any:
 # Shardings -------------------------------------------------------------------------------------------
 
 # The parameters that say where the operands and the results are.
-PLACES = {
+SHARDING_PARAMS = {
     'sharding_constraint': ('sharding', 'sharding'),
     'device_put': ('devices', 'devices'),
     'jit': ('in_shardings', 'out_shardings'),
 }
 
 
-def shardings_said(equation: Any) -> list[dict[int, jax.sharding.Sharding]]:
-    """The shardings that an equation of `PLACES` gives its operands, and its results, by number.
+def sharding_params(equation: Any) -> list[dict[int, jax.sharding.Sharding]]:
+    """The shardings that an equation of `SHARDING_PARAMS` gives its operands, and its results, by number.
 
     Relies on what says nothing being no ``jax.sharding.Sharding``.
     """
-    said = [equation.params[name] for name in PLACES[equation.primitive.name]]
+    said = [equation.params[name] for name in SHARDING_PARAMS[equation.primitive.name]]
     each = [shardings if isinstance(shardings, tuple) else (shardings,) for shardings in said]
     return [{i: x for i, x in enumerate(every) if isinstance(x, jax.sharding.Sharding)} for every in each]
 
 
-def mapped_inputs(equation: Any) -> Sequence[Any]:
+def shard_map_in_specs(equation: Any) -> Sequence[Any]:
     """The specs of the operands of a `shard_map`. Relies on *in_specs*."""
     return equation.params['in_specs']
 
 
-def mapped_outputs(equation: Any) -> Sequence[Any]:
+def shard_map_out_specs(equation: Any) -> Sequence[Any]:
     """The specs of the results of a `shard_map`. Relies on *out_specs*."""
     return equation.params['out_specs']
 
 
-def mapped(equation: Any) -> tuple[Any, jax.sharding.AbstractMesh]:
+def shard_map_jaxpr(equation: Any) -> tuple[Any, jax.sharding.AbstractMesh]:
     """The jaxpr of a `shard_map`, and the mesh that is in force in it.
 
     Relies on *jaxpr*, *mesh*, and *newly_manual_axes* or *manual_axes*; and on `update` of meshes, which
@@ -552,7 +552,7 @@ def mapped(equation: Any) -> tuple[Any, jax.sharding.AbstractMesh]:
     return params['jaxpr'], mesh.update(axis_types=(*types,))
 
 
-def axes_named(equation: Any) -> tuple[str, ...]:
+def named_axes_of(equation: Any) -> tuple[str, ...]:
     """The mesh axes that an operation names along which devices exchange something, or differ.
 
     Relies on *axes*, or *axis_name*, holding them: names, or dimensions of the operand of other operations.
@@ -561,7 +561,7 @@ def axes_named(equation: Any) -> tuple[str, ...]:
     return tuple(axis for axis in (named if isinstance(named, tuple) else (named,)) if isinstance(axis, str))
 
 
-def exchanged_dims(equation: Any) -> list[dict[int, int]] | None:
+def collective_dims(equation: Any) -> list[dict[int, int]] | None:
     """The dimensions of the operands of a collective that its results have as they are.
 
     One dictionary for each result, of the operand of its number: dimension of the result -> dimension of the
@@ -587,18 +587,18 @@ def exchanged_dims(equation: Any) -> list[dict[int, int]] | None:
     return [{dim + (dim >= changed): dim for dim in range(rank)}]
 
 
-def count_blocks(equation: Any) -> int:
+def count_shard_map_devices(equation: Any) -> int:
     """How many blocks a `shard_map` runs on. Relies on *mesh* and *newly_manual_axes* or *manual_axes*."""
     sizes = equation.params['mesh'].shape
     return math.prod(sizes[axis] for axis in _manual_axes(equation.params))
 
 
-def manual_axes(equation: Any) -> frozenset[str]:
-    """The mesh axes that a `shard_map` makes manual. Relies on what `count_blocks` relies on."""
+def shard_map_manual_axes(equation: Any) -> frozenset[str]:
+    """The mesh axes that a `shard_map` makes manual. Relies on what `count_shard_map_devices` relies on."""
     return frozenset(_manual_axes(equation.params))
 
 
-def mapped_mesh(equation: Any) -> Mapping[str, int]:
+def shard_map_mesh_shape(equation: Any) -> Mapping[str, int]:
     """The sizes of the axes of the mesh of a `shard_map`, in order. Relies on *mesh*."""
     return equation.params['mesh'].shape
 
@@ -619,16 +619,16 @@ def is_ordered(equation: Any) -> bool:
     return any(type(effect).__name__.startswith('Ordered') for effect in equation.effects)
 
 
-def takes_blocks(equation: Any) -> bool:
+def is_partitioned_callback(equation: Any) -> bool:
     """Whether a callback gets the block of each device. Relies on *partitioned*."""
     return bool(equation.params.get('partitioned'))
 
 
-def told(equation: Any) -> Any:
+def sharding_callback(equation: Any) -> Any:
     """The function that an ``inspect_sharding`` tells the sharding of its operand. Relies on *callback*."""
     return equation.params['callback']
 
 
 def _manual_axes(params: Mapping[str, Any]) -> Iterable[str]:
     """The mesh axes that a `shard_map` makes manual: all of them, if it names none."""
-    return params.get('newly_manual_axes') or params.get('manual_axes') or params['mesh'].axis_names
+    return params.get('newly_manual_axes') or params.get('shard_map_manual_axes') or params['mesh'].axis_names

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from scalax._jax.equations import equations, opened
+from scalax._jax.equations import all_equations, open_jaxpr
 
 # What tells a kernel its step, or how many there are.
 _NUMBERS = frozenset({'program_id', 'num_programs', 'axis_index'})
@@ -47,7 +47,7 @@ def attention_heads_dim(equation: Any) -> int:
     return 1 if equation.params['layout'] else 2
 
 
-def drops_attention(equation: Any) -> bool:
+def has_attention_dropout(equation: Any) -> bool:
     """Whether attention by cuDNN drops some of its weights by chance. Relies on *dropout_rate*."""
     return equation.params['dropout_rate'] != 0
 
@@ -59,7 +59,7 @@ def is_attention_gradient(equation: Any) -> bool:
 
 def kernel_jaxpr(equation: Any) -> Any:
     """The jaxpr of one step."""
-    return opened(equation.params['jaxpr'])
+    return open_jaxpr(equation.params['jaxpr'])
 
 
 def is_interpreted(equation: Any) -> bool:
@@ -72,7 +72,7 @@ def grid(equation: Any) -> Sequence[Any]:
     return equation.params['grid_mapping'].grid
 
 
-def count_whole(equation: Any) -> int:
+def count_index_operands(equation: Any) -> int:
     """How many operands, the first ones, every step gets whole: numbers that choose blocks.
 
     They are prefetched scalars. Relies on them being in front of all others, of a kernel's arguments too.
@@ -80,8 +80,8 @@ def count_whole(equation: Any) -> int:
     return equation.params['grid_mapping'].num_index_operands
 
 
-def blocks(equation: Any) -> Sequence[Any]:
-    """The mappings of the operands, behind those of `count_whole`, and results that steps get in blocks.
+def block_mappings_of(equation: Any) -> Sequence[Any]:
+    """The block mappings of the operands after those of `count_index_operands`, and of the results.
 
     Other operands without one are sizes of the grid.
     """
@@ -93,12 +93,12 @@ def array_shape(block: Any) -> tuple[int, ...]:
     return tuple(block.array_aval.shape)
 
 
-def walked(block: Any) -> dict[int, int]:
+def grid_dims(block: Any) -> dict[int, int]:
     """Dimension of an array -> the dimension of the grid whose step is the number of the block.
 
     Relies on the index map being a jaxpr whose first arguments are the steps.
     """
-    index_map = opened(block.index_map_jaxpr)
+    index_map = open_jaxpr(block.index_map_jaxpr)
     steps = {id(var): step for step, var in enumerate(index_map.invars)}
     return {
         dim: steps[id(atom)]
@@ -118,19 +118,19 @@ def _block_size(size: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def deals_rows(equation: Any, step: int, shards: int) -> bool:
+def can_split_grid(equation: Any, step: int, shards: int) -> bool:
     """Whether the steps of one dimension of the grid may be dealt to so many devices.
 
     Each block of an array that this dimension walks over is read and written by its own step, what is written
     is walked over, and the kernel does the same at each step, whatever came before it.
     """
-    whole, given = count_whole(equation), blocks(equation)
+    whole, given = count_index_operands(equation), block_mappings_of(equation)
     count = grid(equation)[step]
     if not isinstance(count, int) or count % shards:
         return False
     for operand, result in equation.params['input_output_aliases']:
         results = given[len(equation.invars) - whole :]
-        if operand < whole or walked(given[operand - whole]) != walked(results[result]):
+        if operand < whole or grid_dims(given[operand - whole]) != grid_dims(results[result]):
             return False
     written = _written(equation)
     if any(place < whole for place in written):
@@ -142,8 +142,8 @@ def deals_rows(equation: Any, step: int, shards: int) -> bool:
 
 def _walks_apart(block: Any, step: int, count: int, is_written: bool) -> bool:
     """Whether each step of one dimension of the grid has a block of its own, or all have the same ones."""
-    index_map = opened(block.index_map_jaxpr)
-    dims = [dim for dim, each in walked(block).items() if each == step]
+    index_map = open_jaxpr(block.index_map_jaxpr)
+    dims = [dim for dim, each in grid_dims(block).items() if each == step]
     uses = [
         atom
         for atoms in (index_map.outvars, *(each.invars for each in index_map.eqns))
@@ -181,7 +181,7 @@ def _steps_are_apart(equation: Any, step: int) -> bool:
     # A kernel does not count the dimensions that jax.vmap adds.
     counted = [dim for dim in range(len(mapping.grid)) if dim not in mapping.vmapped_dims]
     number = counted.index(step)
-    for each in equations(kernel_jaxpr(equation)):
+    for each in all_equations(kernel_jaxpr(equation)):
         name = each.primitive.name
         if name in _NUMBERS and each.params.get('axis', number) == number:
             return False
@@ -193,7 +193,7 @@ def _steps_are_apart(equation: Any, step: int) -> bool:
     return not mapping.scratch_avals or parallel
 
 
-def part_params(equation: Any, shards: Mapping[int, int]) -> dict[str, Any]:
+def split_grid_params(equation: Any, shards: Mapping[int, int]) -> dict[str, Any]:
     """Returns the parameters of a kernel that change for a part of its operands.
 
     Args:
@@ -201,9 +201,9 @@ def part_params(equation: Any, shards: Mapping[int, int]) -> dict[str, Any]:
         shards: dimension of the grid -> into how many parts its steps are dealt.
     """
     params, given = equation.params, []
-    for block in blocks(equation):
+    for block in block_mappings_of(equation):
         shape = list(array_shape(block))
-        for dim, step in walked(block).items():
+        for dim, step in grid_dims(block).items():
             shape[dim] //= shards.get(step, 1)
         given.append(dataclasses.replace(block, array_aval=block.array_aval.update(shape=tuple(shape))))
     steps = tuple(size // shards.get(step, 1) for step, size in enumerate(grid(equation)))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from scalax._jax.equations import CALLS, ClosedJaxpr, Literal, is_jaxpr, opened, shape_of
+from scalax._jax.equations import CALLS, ClosedJaxpr, Literal, is_jaxpr, open_jaxpr, shape_of
 from scalax._jax.tracing import memory_space, trace_context
 
 # The parameters of `jit` that have an entry for each operand, and for each result.
@@ -34,7 +34,7 @@ def in_scope(equation: Any, name: str) -> Any:
     return equation.replace(source_info=info.replace(name_stack=info.name_stack.extend(name)))
 
 
-def is_vacuous(reshard: Any) -> bool:
+def is_noop_reshard(reshard: Any) -> bool:
     """Whether a `reshard` says nothing: it is for no Explicit axes, as those that JAX derives for constants.
 
     Relies on *dst_sharding*.
@@ -75,10 +75,10 @@ def local_params(
 # The parameters that hold sizes: those of the result, or of the first operand.
 _SIZES_OF_RESULT = {'reshape': 'new_sizes', 'broadcast_in_dim': 'shape', 'iota': 'shape'}
 _SIZES_OF_OPERAND = {'slice': 'limit_indices', 'dynamic_slice': 'slice_sizes', 'gather': 'slice_sizes'}
-HAVE_SIZES = _SIZES_OF_RESULT.keys() | _SIZES_OF_OPERAND.keys()
+OPS_WITH_SIZES = _SIZES_OF_RESULT.keys() | _SIZES_OF_OPERAND.keys()
 
 
-def with_inner(equation: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
+def params_with_jaxprs(equation: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
     """Returns the parameters of an equation that hold jaxprs, in tuples too, with others in their place.
 
     Relies on tuples with names being made of their parts.
@@ -124,7 +124,7 @@ def callbacks_nest() -> bool:
     return True
 
 
-class ManualCode:
+class ManualEquations:
     """Makes equations that are manual along axes of a mesh.
 
     They are taken from JAX, which traces a function of one operation in a ``jax.shard_map`` over abstract
@@ -156,9 +156,9 @@ class ManualCode:
         types = [AxisType.Manual if axis in manual else AxisType.Auto for axis in mesh.axis_names]
         self._inside = mesh.update(axis_types=(*types,))
 
-    def along_all_axes(self) -> ManualCode:
+    def along_all_axes(self) -> ManualEquations:
         """Returns what makes equations that are manual along all axes, as in a `shard_map` over the rest."""
-        return ManualCode(self._mesh)
+        return ManualEquations(self._mesh)
 
     def var(self, atom: Any, shape: tuple[int, ...]) -> Any:
         """Returns a new variable of the type of another one, of another shape, manual along the axes.
@@ -274,7 +274,7 @@ class ManualCode:
 
     def in_context(self, jaxpr: Any) -> Any:
         """Returns a jaxpr, such as that of a kernel, whose equations are manual along the axes."""
-        inner, atoms = opened(jaxpr), dict[int, Any]()
+        inner, atoms = open_jaxpr(jaxpr), dict[int, Any]()
 
         def renamed(found: Sequence[Any]) -> list[Any]:
             return [
@@ -289,11 +289,17 @@ class ManualCode:
                 invars=renamed(equation.invars),
                 outvars=renamed(equation.outvars),
                 ctx=self._ctx,
-                params={**equation.params, **_unsaid(equation), **with_inner(equation, self.in_context)},
+                params={
+                    **equation.params,
+                    **_unsaid(equation),
+                    **params_with_jaxprs(equation, self.in_context),
+                },
             )
             for equation in inner.eqns
         ]
-        return remade(jaxpr, renamed(inner.invars), eqns, renamed(inner.outvars), renamed(inner.constvars))
+        return rebuild_jaxpr(
+            jaxpr, renamed(inner.invars), eqns, renamed(inner.outvars), renamed(inner.constvars)
+        )
 
     def call(self, equation: Any, jaxpr: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
         """Returns a call of another jaxpr; a `jit` says nothing of shardings.
@@ -310,7 +316,7 @@ class ManualCode:
     def call_of(self, like: Any, jaxpr: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
         """Returns the call, by `jit`, of a jaxpr, closed or without constants, in place of an equation."""
         template = self._jit
-        closed = ClosedJaxpr(jaxpr, ()) if opened(jaxpr) is jaxpr else jaxpr
+        closed = ClosedJaxpr(jaxpr, ()) if open_jaxpr(jaxpr) is jaxpr else jaxpr
         params = {**template.params, 'jaxpr': closed, 'name': like.primitive.name}
         for names, count in ((_OF_OPERANDS, len(operands)), (_OF_RESULTS, len(results))):
             params |= {name: template.params[name] * count for name in names}
@@ -418,7 +424,7 @@ def _scan_counts(constants: int, carried: int, elements: int, results: int) -> d
         return jax.lax.scan(layer, begun, stacks, 2)
 
     number, stack = jax.ShapeDtypeStruct((), 'float32'), jax.ShapeDtypeStruct((2,), 'float32')
-    jaxpr = opened(jax.make_jaxpr(run)([number] * constants, [number] * carried, [stack] * elements))
+    jaxpr = open_jaxpr(jax.make_jaxpr(run)([number] * constants, [number] * carried, [stack] * elements))
     [equation] = [each for each in jaxpr.eqns if each.primitive.name == 'scan']
     return {name: value for name, value in equation.params.items() if name not in _SCAN_OPTIONS}
 
@@ -448,11 +454,11 @@ def _traced(function: Callable[..., Any], *types: Any, trace: Any) -> Sequence[A
         function, mesh=mesh, in_specs=whole, out_specs=whole, axis_names=manual, check_vma=False
     )
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
-    [equation] = opened(jax.make_jaxpr(mapped)(*structs)).eqns
-    return opened(equation.params['jaxpr']).eqns
+    [equation] = open_jaxpr(jax.make_jaxpr(mapped)(*structs)).eqns
+    return open_jaxpr(equation.params['jaxpr']).eqns
 
 
-def remade(
+def rebuild_jaxpr(
     jaxpr: Any,
     invars: Sequence[Any],
     eqns: Sequence[Any],
@@ -463,7 +469,7 @@ def remade(
 
     Relies on `replace` of jaxprs, which checks nothing and computes effects.
     """
-    inner = opened(jaxpr)
+    inner = open_jaxpr(jaxpr)
     names = inner.debug_info._replace(arg_names=None, result_paths=None)
     changed: dict[str, Any] = {} if constvars is None else {'constvars': [*constvars]}
     if changed and hasattr(inner, 'consts'):  # since JAX 0.11

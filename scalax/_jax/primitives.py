@@ -11,7 +11,7 @@ import jax
 import jax.extend.core.primitives
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from scalax._jax.equations import equations
+from scalax._jax.equations import all_equations
 
 KERNEL = 'pallas_call'
 _PALLAS = 'jax.experimental.pallas'
@@ -72,4 +72,4 @@ def _unlisted() -> list[Any]:
         moved = jax.make_jaxpr(lambda rows: jax.sharding.reshard(rows, whole))(
             jax.ShapeDtypeStruct((1,), 'float32')
         )
-    return [equation.primitive for each in (jaxpr, moved) for equation in equations(each)]
+    return [equation.primitive for each in (jaxpr, moved) for equation in all_equations(each)]

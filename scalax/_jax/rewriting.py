@@ -21,13 +21,13 @@ from scalax._jax.equations import (
     WITH_JAXPRS,
     DropVar,
     Literal,
-    called,
-    computed_again,
+    call_jaxpr,
     loop_of,
-    opened,
+    open_jaxpr,
+    prevents_cse,
     shape_of,
-    shardings_said,
-    with_inside,
+    sharding_params,
+    with_inner_equations,
 )
 from scalax._jax.primitives import primitive_name
 from scalax._jax.tracing import trace_context
@@ -38,22 +38,22 @@ _OF_OPERANDS = ('in_shardings', 'in_layouts', 'donated_invars')
 _OF_RESULTS = ('out_shardings', 'out_layouts')
 
 
-def replaced(jaxpr: Any, **changes: Any) -> Any:
+def replace_jaxpr(jaxpr: Any, **changes: Any) -> Any:
     """The jaxpr with other equations or results, as open or as closed as it was.
 
     Relies on `replace` of jaxprs, which checks nothing and computes their effects.
     """
-    inner = opened(jaxpr)
+    inner = open_jaxpr(jaxpr)
     new = inner.replace(**changes)
     return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
 
 
-def part_of(jaxpr: Any, arguments: Sequence[Any], results: Sequence[Any]) -> ClosedJaxpr:
+def extract_subjaxpr(jaxpr: Any, arguments: Sequence[Any], results: Sequence[Any]) -> ClosedJaxpr:
     """The part of a closed jaxpr that computes some of its variables of others.
 
     Relies on `replace` of jaxprs, and on `debug_info` being a named tuple.
     """
-    inner = opened(jaxpr)
+    inner = open_jaxpr(jaxpr)
     needed, equations = {*map(id, results)}, []
     given = {*map(id, arguments)}
     for equation in reversed(inner.eqns):
@@ -66,7 +66,7 @@ def part_of(jaxpr: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Clo
     return ClosedJaxpr(new, getattr(jaxpr, 'consts', ()))
 
 
-def flattened(jaxpr: Any, computing: Container[str], around: str | None = None) -> Any:
+def inline_and_sink_constants(jaxpr: Any, computing: Container[str], around: str | None = None) -> Any:
     """The jaxpr, with what `jit` calls and what is computed before loops where it is used.
 
     The equations of a function stand in place of its call, but for calls that say where operands or results
@@ -102,7 +102,7 @@ def _flattened(
         return copies.get(id(atom), atom)
 
     names = {var: compute(atom) for var, atom in taken.items()}
-    equations += _inlined(opened(jaxpr).eqns, _says_nothing, names)
+    equations += _inlined(open_jaxpr(jaxpr).eqns, _says_nothing, names)
     for i, equation in enumerate(equations):
         name, operands = primitive_name(equation), equation.invars
         if name in computing and all(isinstance(x, Literal) or id(x) in constants for x in operands):
@@ -112,24 +112,24 @@ def _flattened(
             if around is not None and not _holds(body, around):
                 continue
             given = operands[: loop_of(equation).constants] if name == 'scan' else operands
-            pairs = zip(given, opened(body).invars, strict=False)
+            pairs = zip(given, open_jaxpr(body).invars, strict=False)
             inner = {id(var): x for x, var in pairs if id(x) in constants}
             equations[i] = with_jaxprs(equation, _flattened(body, computing, around, inner, constants))
-    return replaced(jaxpr, eqns=equations, outvars=_current(opened(jaxpr).outvars, names))
+    return replace_jaxpr(jaxpr, eqns=equations, outvars=_current(open_jaxpr(jaxpr).outvars, names))
 
 
 def _holds(jaxpr: Any, primitive: str) -> bool:
-    return any(primitive_name(each) == primitive for each in with_inside(opened(jaxpr).eqns))
+    return any(primitive_name(each) == primitive for each in with_inner_equations(open_jaxpr(jaxpr).eqns))
 
 
-def with_inlined(jaxpr: Any, is_inlined: Callable[[Any], bool]) -> Any:
+def inline_calls(jaxpr: Any, is_inlined: Callable[[Any], bool]) -> Any:
     """The jaxpr with their equations in place of some calls, also inside of these.
 
     Relies on ``Var(aval)``, and on `replace` of equations and of jaxprs.
     """
     names: dict[int, Any] = {}
-    equations = [*_inlined(opened(jaxpr).eqns, is_inlined, names)]
-    return replaced(jaxpr, eqns=equations, outvars=_current(opened(jaxpr).outvars, names))
+    equations = [*_inlined(open_jaxpr(jaxpr).eqns, is_inlined, names)]
+    return replace_jaxpr(jaxpr, eqns=equations, outvars=_current(open_jaxpr(jaxpr).outvars, names))
 
 
 def _inlined(
@@ -141,7 +141,7 @@ def _inlined(
     """Equations, those of calls in their place. *names* gets what stands for variables, by their ids."""
     for equation in equations:
         equation = equation.replace(invars=_current(equation.invars, names))
-        inner = opened(called(equation)) if primitive_name(equation) in CALLS else None
+        inner = open_jaxpr(call_jaxpr(equation)) if primitive_name(equation) in CALLS else None
         if inner is not None and not inner.constvars and is_inlined(equation):
             names.update(zip(map(id, inner.invars), equation.invars, strict=True))
             yield from _inlined(inner.eqns, is_inlined, names, is_inside=True)
@@ -162,7 +162,7 @@ def _with_new_results(equation: Any, names: dict[int, Any]) -> Any:
 
 def _says_nothing(call: Any) -> bool:
     """Whether a call is a `jit` that says of no operand and no result where it is."""
-    return primitive_name(call) == 'jit' and not any(shardings_said(call))
+    return primitive_name(call) == 'jit' and not any(sharding_params(call))
 
 
 def with_operands(equation: Any, operands: Sequence[Any]) -> Any:
@@ -170,15 +170,15 @@ def with_operands(equation: Any, operands: Sequence[Any]) -> Any:
     return equation.replace(invars=[*operands])
 
 
-def reading_others(jaxpr: Any, variables: Sequence[Any]) -> tuple[Any, list[Any]]:
+def substitute_vars(jaxpr: Any, variables: Sequence[Any]) -> tuple[Any, list[Any]]:
     """The jaxpr with new variables wherever these are read, which it still computes; and the new ones.
 
     Relies on ``Var(aval)``, and on `replace` of equations and of jaxprs.
     """
     new = [Var(each.aval) for each in variables]
     names = dict(zip(map(id, variables), new, strict=True))
-    equations = [each.replace(invars=_current(each.invars, names)) for each in opened(jaxpr).eqns]
-    return replaced(jaxpr, eqns=equations, outvars=_current(opened(jaxpr).outvars, names)), new
+    equations = [each.replace(invars=_current(each.invars, names)) for each in open_jaxpr(jaxpr).eqns]
+    return replace_jaxpr(jaxpr, eqns=equations, outvars=_current(open_jaxpr(jaxpr).outvars, names)), new
 
 
 def with_results(equation: Any, results: Sequence[Any]) -> Any:
@@ -191,7 +191,7 @@ _SIZES_OF_RESULT = {'reshape': 'new_sizes', 'broadcast_in_dim': 'shape'}
 _SIZES_OF_OPERAND = {'slice': 'limit_indices', 'dynamic_slice': 'slice_sizes', 'gather': 'slice_sizes'}
 
 
-def resized(equation: Any, operand: int | None, result: int, size: int) -> dict[str, Any]:
+def resized_params(equation: Any, operand: int | None, result: int, size: int) -> dict[str, Any]:
     """The parameters of an equation that change where a dimension has another size.
 
     Relies on `_SIZES_OF_RESULT` and `_SIZES_OF_OPERAND` being all of those of primitives of arrays. A
@@ -245,10 +245,10 @@ class Rewriter:
     def jaxpr(self, jaxpr: Any) -> Any:
         """The jaxpr, open or closed, with other equations; the same one if none changes."""
         if jaxpr not in self._known:
-            before = opened(jaxpr).eqns
+            before = open_jaxpr(jaxpr).eqns
             after = [*map(self._equation, before)]
             same = all(map(operator.is_, after, before))
-            self._known[jaxpr] = jaxpr if same else replaced(jaxpr, eqns=after)
+            self._known[jaxpr] = jaxpr if same else replace_jaxpr(jaxpr, eqns=after)
         return self._known[jaxpr]
 
     def _equation(self, equation: Any) -> Any:
@@ -257,7 +257,7 @@ class Rewriter:
         return equation if self._change is None else self._change(equation)
 
 
-def in_line_of(jaxpr: Any, equation: Any) -> Any:
+def with_source_of(jaxpr: Any, equation: Any) -> Any:
     """The jaxpr whose equations have the line and the scopes of another equation.
 
     Relies on `replace` of equations taking *source_info*.
@@ -265,16 +265,16 @@ def in_line_of(jaxpr: Any, equation: Any) -> Any:
     return Rewriter(lambda each: each.replace(source_info=equation.source_info)).jaxpr(jaxpr)
 
 
-def seen_through(equation: Any) -> Any:
-    """A call whose operands the compiler may see through. Relies on what `computed_again` relies on."""
-    said = computed_again(equation)
+def without_prevent_cse(equation: Any) -> Any:
+    """A call whose operands the compiler may see through. Relies on what `prevents_cse` relies on."""
+    said = prevents_cse(equation)
     if not any(said):
         return equation
     none = False if isinstance(equation.params['prevent_cse'], bool) else (False,) * len(said)
     return equation.replace(params={**equation.params, 'prevent_cse': none})
 
 
-def constraint(var: Any, sharding: NamedSharding, like: Any, context: Any) -> Any:
+def make_constraint(var: Any, sharding: NamedSharding, like: Any, context: Any) -> Any:
     """An equation that constrains a variable; its result is a new variable.
 
     Relies on ``Var(aval)``, and on the parameters of a constraint depending on its sharding, its rank and
@@ -305,7 +305,7 @@ def _constraint(sharding: NamedSharding, context: Any) -> Any:
     return equation
 
 
-def equation_of(
+def trace_equation(
     function: Callable[..., Any],
     like: Any,
     operands: Sequence[Any] | None = None,
@@ -313,7 +313,7 @@ def equation_of(
 ) -> Any:
     """The equation that a function of one operation makes of the operands of another equation, or of others.
 
-    Relies on what `added_equation` relies on.
+    Relies on what `trace_added_equation` relies on.
 
     Args:
         function: the function; its results have the types of those of the other equation.
@@ -323,10 +323,10 @@ def equation_of(
     """
     given = like.invars if operands is None else [*operands]
     outputs = like.outvars if results is None else [*results]
-    return added_equation(function, like, given).replace(outvars=outputs)
+    return trace_added_equation(function, like, given).replace(outvars=outputs)
 
 
-def added_equation(function: Callable[..., Any], like: Any, operands: Sequence[Any]) -> Any:
+def trace_added_equation(function: Callable[..., Any], like: Any, operands: Sequence[Any]) -> Any:
     """The equation that a function of one operation makes of these operands, with results of its own.
 
     Relies on ``jax.make_jaxpr`` giving one equation for it. Its operands may be in another order: a loop
@@ -338,23 +338,23 @@ def added_equation(function: Callable[..., Any], like: Any, operands: Sequence[A
         operands: the operands.
     """
     shapes = [jax.ShapeDtypeStruct(shape_of(atom), atom.aval.dtype) for atom in operands]
-    jaxpr = opened(jax.make_jaxpr(function)(*shapes))
+    jaxpr = open_jaxpr(jax.make_jaxpr(function)(*shapes))
     [found], names = jaxpr.eqns, dict(zip(map(id, jaxpr.invars), operands, strict=True))
     return found.replace(invars=[names.get(id(x), x) for x in found.invars], source_info=like.source_info)
 
 
-def equation_if_mapped(*given: Any) -> Any:
-    """As `equation_of`; None if the function maps a primitive without a rule, or refuses by the same error.
+def trace_equation_if_supported(*given: Any) -> Any:
+    """Returns `trace_equation`, or None if ``jax.vmap`` has no rule for a primitive of the function.
 
     Relies on ``jax.vmap`` raising a NotImplementedError then.
     """
     try:
-        return equation_of(*given)
+        return trace_equation(*given)
     except NotImplementedError:
         return None
 
 
-def bound(equation: Any, *operands: Any, **changed: Any) -> Any:
+def rebind(equation: Any, *operands: Any, **changed: Any) -> Any:
     """What an equation gives for other operands, in a trace, wherever its results were said to be.
 
     Some of its parameters may be changed.
@@ -370,15 +370,15 @@ def constants_of(jaxpr: Any) -> list[tuple[Any, Any]]:
 
     Relies on *constvars* and *consts* being in one order.
     """
-    return [*zip(opened(jaxpr).constvars, getattr(jaxpr, 'consts', ()), strict=True)]
+    return [*zip(open_jaxpr(jaxpr).constvars, getattr(jaxpr, 'consts', ()), strict=True)]
 
 
-def with_inputs(jaxpr: Any) -> tuple[Any, list[Any]]:
+def lift_captured_tracers(jaxpr: Any) -> tuple[Any, list[Any]]:
     """A closed jaxpr whose constants of an outer trace are its last inputs; and these constants.
 
     Relies on `debug_info` being a named tuple.
     """
-    inner, pairs = opened(jaxpr), constants_of(jaxpr)
+    inner, pairs = open_jaxpr(jaxpr), constants_of(jaxpr)
     captured = [pair for pair in pairs if isinstance(pair[1], jax.core.Tracer)]
     if not captured:
         return jaxpr, []
@@ -392,7 +392,7 @@ def with_inputs(jaxpr: Any) -> tuple[Any, list[Any]]:
     return ClosedJaxpr(new, [value for _, value in kept]), [value for _, value in captured]
 
 
-def run(jaxpr: Any, operands: Sequence[Any], consts: Sequence[Any] | None = None) -> list[Any]:
+def eval_jaxpr(jaxpr: Any, operands: Sequence[Any], consts: Sequence[Any] | None = None) -> list[Any]:
     """The results of a closed jaxpr, computed equation by equation, also with other constants.
 
     Relies on `jaxpr_as_fun`, and on `replace` of a closed jaxpr taking *consts*.
@@ -400,7 +400,7 @@ def run(jaxpr: Any, operands: Sequence[Any], consts: Sequence[Any] | None = None
     return jaxpr_as_fun(jaxpr if consts is None else jaxpr.replace(consts=consts))(*operands)
 
 
-def run_equation(equation: Any, operands: Sequence[Any]) -> list[Any]:
+def eval_equation(equation: Any, operands: Sequence[Any]) -> list[Any]:
     """The results of an equation, as it is, for other operands of the same types.
 
     Relies on ``Var(aval)``, on `replace` of equations and of jaxprs, and on `jaxpr_as_fun`.
@@ -412,32 +412,32 @@ def run_equation(equation: Any, operands: Sequence[Any]) -> list[Any]:
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*operands)
 
 
-def run_here(equation: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
-    """The results of an equation for operands of other types, on the mesh in force, with its line.
+def eval_on_ambient_mesh(equation: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
+    """Returns the results of an equation for operands of other types, on the ambient mesh, with its line.
 
-    Some of its parameters may be changed. Relies on what `run_equation` relies on, on no types being checked,
-    on *ctx* being what JAX's trace context was, and on *sharding* and *out_sharding* being None where nothing
-    is said.
+    Some of its parameters may be changed. Relies on what `eval_equation` relies on, on no types being
+    checked, on *ctx* being what JAX's trace context was, and on *sharding* and *out_sharding* being None
+    where nothing is specified.
     """
     unsaid = dict.fromkeys({'sharding', 'out_sharding'} & equation.params.keys())
     params = {**equation.params, **unsaid, **changed}
-    return run_equation(equation.replace(params=params, ctx=_context(trace_context())), operands)
+    return eval_equation(equation.replace(params=params, ctx=_context(trace_context())), operands)
 
 
 @functools.lru_cache(maxsize=64)
 def _context(context: Any) -> Any:
     """The context of equations that are traced now."""
-    return opened(jax.make_jaxpr(jax.lax.neg)(0.0)).eqns[0].ctx
+    return open_jaxpr(jax.make_jaxpr(jax.lax.neg)(0.0)).eqns[0].ctx
 
 
 @functools.cache
 def _nothing() -> Any:
     """A jaxpr that computes nothing, whose arguments have no names."""
-    jaxpr = opened(jax.make_jaxpr(lambda: ())())
+    jaxpr = open_jaxpr(jax.make_jaxpr(lambda: ())())
     return jaxpr.replace(debug_info=jaxpr.debug_info._replace(arg_names=None, result_paths=None))
 
 
-def run_as_one(jaxpr: Any, operands: Sequence[Any], name: str) -> Sequence[Any]:
+def bind_as_jit(jaxpr: Any, operands: Sequence[Any], name: str) -> Sequence[Any]:
     """The results of a closed jaxpr, bound in a trace as one equation of `jit`.
 
     It says of no operand and result how it is sharded, donated or laid out. Relies on `_OF_OPERANDS` and
@@ -447,10 +447,10 @@ def run_as_one(jaxpr: Any, operands: Sequence[Any], name: str) -> Sequence[Any]:
     return call.primitive.bind(*operands, **params)
 
 
-def called_instead(equation: Any, jaxpr: Any, operands: Sequence[Any]) -> Any:
+def replace_by_jit(equation: Any, jaxpr: Any, operands: Sequence[Any]) -> Any:
     """The `jit` of a closed jaxpr in place of an equation of the same results.
 
-    Relies on what `run_as_one` relies on.
+    Relies on what `bind_as_jit` relies on.
     """
     call, params = _call_of(jaxpr, len(operands), equation.primitive.name)
     return call.replace(
@@ -466,7 +466,7 @@ def _call_of(jaxpr: Any, count: int, name: str) -> tuple[Any, dict[str, Any]]:
     """A call as JAX makes it, and the parameters of that of a closed jaxpr of so many operands."""
     call = _call(trace_context())
     params = {**call.params, 'jaxpr': jaxpr, 'name': name}
-    for names, each in ((_OF_OPERANDS, count), (_OF_RESULTS, len(opened(jaxpr).outvars))):
+    for names, each in ((_OF_OPERANDS, count), (_OF_RESULTS, len(open_jaxpr(jaxpr).outvars))):
         params |= {name: params[name] * each for name in names}
     return call, params
 
@@ -474,5 +474,5 @@ def _call_of(jaxpr: Any, count: int, name: str) -> tuple[Any, dict[str, Any]]:
 @functools.lru_cache(maxsize=64)
 def _call(context: Any) -> Any:
     """An equation that calls a jitted function of one operand and one result, as JAX makes it."""
-    [equation] = opened(jax.make_jaxpr(jax.jit(lambda x: x))(0.0)).eqns
+    [equation] = open_jaxpr(jax.make_jaxpr(jax.jit(lambda x: x))(0.0)).eqns
     return equation

@@ -26,7 +26,7 @@ Relies on *partitions* in new versions, which do not iterate over unreduced spec
 """
 
 
-def sums_kind(spec: PartitionSpec) -> str:
+def unreduced_kind(spec: PartitionSpec) -> str:
     """How the parts along unreduced axes combine: a sum, or another kind in newer JAX.
 
     Relies on *unreduced_kind*, where there is another.
@@ -34,12 +34,12 @@ def sums_kind(spec: PartitionSpec) -> str:
     return getattr(getattr(spec, 'unreduced_kind', None), 'name', 'sum')
 
 
-def kinds_of_sums() -> Mapping[str, Any]:
+def unreduced_kinds() -> Mapping[str, Any]:
     """Those kinds by name; none in older JAX. Relies on ``jax.sharding.UnreducedKind`` being an enum."""
     return getattr(getattr(jax.sharding, 'UnreducedKind', None), '__members__', {})
 
 
-def unconstrained(leaf: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:
+def unconstrained_sharding(leaf: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """The sharding of a constraint that asks for nothing but the devices of the mesh.
 
     Relies on one whose dimensions are all UNCONSTRAINED leaving each to the compiler.
@@ -47,13 +47,13 @@ def unconstrained(leaf: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * np.ndim(leaf)))
 
 
-def asking_for_devices(leaf: Any, mesh: Mesh | AbstractMesh) -> Any:
+def compile_for_devices(leaf: Any, mesh: Mesh | AbstractMesh) -> Any:
     """A value of a trace that has a program compiled for the devices of a mesh of Auto axes.
 
     Relies on JAX taking the devices of a program from constraints; of a mesh without devices their number is
     taken from `in_shardings` of operands inside, and not from constraints.
     """
     if isinstance(mesh, Mesh):
-        return jax.lax.with_sharding_constraint(leaf, unconstrained(leaf, mesh))
+        return jax.lax.with_sharding_constraint(leaf, unconstrained_sharding(leaf, mesh))
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.jit(jax.lax.optimization_barrier, in_shardings=((None, whole),))((leaf, 0))[0]

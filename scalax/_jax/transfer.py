@@ -63,7 +63,7 @@ def fetch(connection: Any, number: int, structs: Sequence[tuple[Any, Any, Any]])
     return list(connection.pull(number, shapes))
 
 
-def come(arrays: Sequence[jax.Array], seconds: float) -> bool:
+def wait_ready(arrays: Sequence[jax.Array], seconds: float) -> bool:
     """Whether arrays are there within so many seconds each.
 
     Relies on ``is_ready`` of an array, because waiting for one of a program that hangs never ends; and on

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from scalax._jax import equations
-from scalax._jax.equations import CALLS, WITH_JAXPRS, loop_of, opened
+from scalax._jax.equations import CALLS, WITH_JAXPRS, loop_of, open_jaxpr
 from scalax._jax.primitives import primitive_name
 
 Fact = TypeVar('Fact')
 
 
-class LoopFacts(NamedTuple, Generic[Fact]):
+class LoopValues(NamedTuple, Generic[Fact]):
     """What is known of the values of each round of a loop.
 
     Attributes:
@@ -28,7 +28,7 @@ class LoopFacts(NamedTuple, Generic[Fact]):
     results: Sequence[Fact]
 
 
-class Interpreter(Generic[Fact]):
+class AbstractInterpreter(Generic[Fact]):
     """Facts about the values of a jaxpr, from those about its arguments.
 
     Subclasses say what equations without jaxprs do (`primitive`), and what several facts have in common
@@ -75,7 +75,7 @@ class Interpreter(Generic[Fact]):
 
     def results(self, jaxpr: Any, arguments: Sequence[Fact]) -> list[Fact]:
         """The facts about the results of a jaxpr, open or closed."""
-        key = opened(jaxpr), tuple(arguments)
+        key = open_jaxpr(jaxpr), tuple(arguments)
         if key not in self._known:
             self._known[key] = self._run(*key)
         return self._known[key]
@@ -101,7 +101,7 @@ class Interpreter(Generic[Fact]):
         if name not in WITH_JAXPRS:
             return self.primitive(name, equation, operands)
         if name in CALLS:
-            return self.results(equations.called(equation), operands)
+            return self.results(equations.call_jaxpr(equation), operands)
         return self.branches(equation, operands) if name == 'cond' else self.loop(equation, operands)
 
     def branches(self, equation: Any, operands: Sequence[Fact]) -> Sequence[Fact]:
@@ -125,7 +125,7 @@ class Interpreter(Generic[Fact]):
         """
         return results
 
-    def rounds(self, equation: Any, operands: Sequence[Fact]) -> LoopFacts[Fact]:
+    def rounds(self, equation: Any, operands: Sequence[Fact]) -> LoopValues[Fact]:
         """The facts about every round of a loop, which begins as the loop does, or as a round ends."""
         loop = loop_of(equation)
         constants, first, stacks = loop.parts(operands)
@@ -134,5 +134,5 @@ class Interpreter(Generic[Fact]):
             results = self.results(loop.body, [*constants, *carried, *elements])
             joined = [*map(self.joined, zip(carried, results, strict=False))]
             if joined == carried:
-                return LoopFacts(constants, carried, elements, results[len(carried) :])
+                return LoopValues(constants, carried, elements, results[len(carried) :])
             carried = joined

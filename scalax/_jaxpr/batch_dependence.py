@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scalax._jax.equations import is_jaxpr, mapped, values_in
-from scalax._jaxpr.abstract_interpreter import Interpreter
+from scalax._jax.equations import is_jaxpr, param_values, shard_map_jaxpr
+from scalax._jaxpr.abstract_interpreter import AbstractInterpreter
 
 
-class Dependence(Interpreter[bool]):
+class BatchDependence(AbstractInterpreter[bool]):
     """The variables of a jaxpr, and of those inside it, that depend on the batch.
 
     Args:
@@ -33,8 +33,8 @@ class Dependence(Interpreter[bool]):
 
     def primitive(self, name: str, equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
         if name == 'shard_map':
-            return self.results(mapped(equation)[0], operands)
-        unread = self._certain and any(map(is_jaxpr, values_in(equation)))
+            return self.results(shard_map_jaxpr(equation)[0], operands)
+        unread = self._certain and any(map(is_jaxpr, param_values(equation)))
         return [not unread] * len(equation.outvars)
 
     def joined(self, facts: Sequence[bool]) -> bool:

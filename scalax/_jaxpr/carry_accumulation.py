@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from scalax._jax.equations import CALLS, Loop, called, loop_of, makers_of, opened
+from scalax._jax.equations import CALLS, Loop, call_jaxpr, loop_of, open_jaxpr, producers_of
 from scalax._jax.primitives import primitive_name
 
 Reduction = Literal['sum', 'max', 'min']
@@ -22,7 +22,7 @@ _REDUCTIONS: dict[str, tuple[Reduction, Sequence[int]]] = {
 _OF_TRUTH_VALUES: dict[str, tuple[Reduction, Sequence[int]]] = {'or': ('max', (0, 1)), 'and': ('min', (0, 1))}
 
 
-def added_by_round(body: Any, var: Any, out: Any) -> list[Any] | None:
+def carry_increment(body: Any, var: Any, out: Any) -> list[Any] | None:
     """What a round adds to a carried value that it uses for nothing else; None if it does otherwise."""
     readers = {id(x): each for each in body.eqns for x in each.invars}
     uses = Counter(map(id, [*[x for each in body.eqns for x in each.invars], *body.outvars]))
@@ -40,7 +40,7 @@ def added_by_round(body: Any, var: Any, out: Any) -> list[Any] | None:
     return found if uses[id(var)] == 1 else None
 
 
-class Reductions:
+class CarryReductions:
     """How the rounds of a loop reduce what they carry.
 
     Rounds that only reduce do not depend on each other: they may run in any order, and apart.
@@ -51,7 +51,7 @@ class Reductions:
     """
 
     def __init__(self, body: Any, carried: range) -> None:
-        self._body, self._carried = opened(body), carried
+        self._body, self._carried = open_jaxpr(body), carried
         self._readers: dict[Any, tuple[dict[int, Any], Counter[int]]] = {}
 
     def of(self, number: int) -> Reduction | None:
@@ -90,14 +90,14 @@ class Reductions:
         """Returns what an equation reduces one of its operands with, and which result it is."""
         name = primitive_name(equation)
         if name in CALLS:
-            inner = opened(called(equation))
+            inner = open_jaxpr(call_jaxpr(equation))
             return self._followed(inner, inner.invars[operand])
         if name == 'scan':
             loop = loop_of(equation)
             number = operand - loop.constants
             if not 0 <= number < loop.carried:
                 return None
-            inner = opened(loop.body)
+            inner = open_jaxpr(loop.body)
             found = self._followed(inner, inner.invars[operand])
             return found if found is not None and found[1] == number else None
         before, [after, *_] = equation.invars[operand].aval, [var.aval for var in equation.outvars]
@@ -110,19 +110,19 @@ class Reductions:
         return {reduction}, 0
 
 
-def reductions_of(loop: Loop) -> Reductions:
+def carry_reductions(loop: Loop) -> CarryReductions:
     """Returns how the rounds of a loop reduce what they carry."""
-    return Reductions(loop.body, range(loop.constants, loop.constants + loop.carried))
+    return CarryReductions(loop.body, range(loop.constants, loop.constants + loop.carried))
 
 
 def _source(jaxpr: Any, atom: Any) -> Any:
     """The variable of an open jaxpr that one of its values is, handed on."""
-    makers = makers_of(jaxpr)
+    makers = producers_of(jaxpr)
     while (maker := makers.get(id(atom))) is not None:
         if primitive_name(maker) == 'convert_element_type' and atom.aval.dtype == maker.invars[0].aval.dtype:
             atom = maker.invars[0]
         elif primitive_name(maker) in CALLS:
-            inner = opened(called(maker))
+            inner = open_jaxpr(call_jaxpr(maker))
             result = next(i for i, x in enumerate(maker.outvars) if x is atom)
             source = _source(inner, inner.outvars[result])
             operand = next((i for i, x in enumerate(inner.invars) if x is source), None)

@@ -10,15 +10,15 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from scalax._jax.equations import opened, shape_of
-from scalax._jaxpr.abstract_interpreter import Interpreter
-from scalax._jaxpr.dim_rules import ELEMENTWISE, UNKNOWN, dims_of, reshaped
+from scalax._jax.equations import open_jaxpr, shape_of
+from scalax._jaxpr.abstract_interpreter import AbstractInterpreter
+from scalax._jaxpr.dim_rules import ELEMENTWISE, UNKNOWN, dim_rule, reshape_groups
 
-Numbers = tuple[int, ...]
+DimIds = tuple[int, ...]
 """A number for each dimension of a value."""
 
 
-class Classes:
+class UnionFind:
     """Classes of numbers (union-find): the least number of a class stands for it."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Classes:
             self._parents[max(a, b)] = min(a, b)
 
 
-class Dimensions(Interpreter[Numbers]):
+class DimClasses(AbstractInterpreter[DimIds]):
     """Numbers the dimensions of values. Those that meet are in one class, with the least number of them.
 
     Args:
@@ -54,11 +54,11 @@ class Dimensions(Interpreter[Numbers]):
     def __init__(self, jaxpr: Any, shards: int = 1) -> None:
         super().__init__(nothing=())
         self._shards, self._count = shards, itertools.count()
-        self.classes = Classes()
-        self.arguments = [*map(self.new, opened(jaxpr).invars)]
+        self.classes = UnionFind()
+        self.arguments = [*map(self.new, open_jaxpr(jaxpr).invars)]
         self.results(jaxpr, self.arguments)
 
-    def new(self, atom: Any) -> Numbers:
+    def new(self, atom: Any) -> DimIds:
         """The numbers of a value of which nothing is known."""
         return tuple(itertools.islice(self._count, len(shape_of(atom))))
 
@@ -68,17 +68,17 @@ class Dimensions(Interpreter[Numbers]):
         For subclasses; here it does nothing.
         """
 
-    def equation(self, equation: Any, operands: Sequence[Numbers]) -> Sequence[Numbers]:
+    def equation(self, equation: Any, operands: Sequence[DimIds]) -> Sequence[DimIds]:
         known = [found or self.new(atom) for found, atom in zip(operands, equation.invars, strict=True)]
         found = zip(super().equation(equation, known), equation.outvars, strict=False)
         # Of a stack of what nothing is known of, such as constants, nothing is known.
         return [each if len(each) == len(shape_of(out)) else self.new(out) for each, out in found]
 
-    def primitive(self, name: str, equation: Any, operands: Sequence[Numbers]) -> Sequence[Numbers]:
+    def primitive(self, name: str, equation: Any, operands: Sequence[DimIds]) -> Sequence[DimIds]:
         if name in ELEMENTWISE and len(equation.outvars) == 1:  # most equations, and no rule has to be asked
             alike = [found for found in operands if len(found) == len(shape_of(equation.outvars[0]))]
             return [tuple(map(self._united, zip(*alike, strict=True)))] if len(alike) > 1 else alike
-        dims, results = dims_of(equation), [*map(self.new, equation.outvars)]
+        dims, results = dim_rule(equation), [*map(self.new, equation.outvars)]
         if dims is UNKNOWN:
             self.need(itertools.chain(*operands, *results))
             return results
@@ -109,16 +109,16 @@ class Dimensions(Interpreter[Numbers]):
             self.need([operands[place][dim] for place, dim in every if (place, dim) not in used])
         return results
 
-    def element_of(self, stack: Numbers) -> Numbers:
+    def element_of(self, stack: DimIds) -> DimIds:
         self.need(stack[:1])
         return stack[1:]
 
-    def stack_of(self, element: Numbers) -> Numbers:
+    def stack_of(self, element: DimIds) -> DimIds:
         rounds = next(self._count)
         self.need([rounds])
         return (rounds, *element)
 
-    def joined(self, facts: Sequence[Numbers]) -> Numbers:
+    def joined(self, facts: Sequence[DimIds]) -> DimIds:
         """Values that are one: so are their dimensions."""
         return tuple(map(self._united, zip(*filter(None, facts), strict=True)))
 
@@ -131,11 +131,11 @@ class Dimensions(Interpreter[Numbers]):
                 least = min(least, number)
         return least
 
-    def _reshaped(self, equation: Any, known: Numbers, new: Numbers) -> Numbers:
+    def _reshaped(self, equation: Any, known: DimIds, new: DimIds) -> DimIds:
         """The dimensions of a reshape: of those that it merges or splits the first ones are one."""
         operand, out = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
         found, left = [*new], {*range(len(known))}
-        for (merged, *_), (split, *_) in reshaped(equation):
+        for (merged, *_), (split, *_) in reshape_groups(equation):
             if operand[merged] % self._shards == out[split] % self._shards == 0:
                 found[split] = known[merged]
                 left.discard(merged)

@@ -16,9 +16,9 @@ from scalax._jax import equations
 from scalax._jax.equations import shape_of, size_of
 from scalax._jax.primitives import primitive_name
 
-Place = tuple[int, int]
+OperandDim = tuple[int, int]
 """A dimension of an operand: the number of the operand, and that of the dimension."""
-Sources = tuple[Place, ...]
+Sources = tuple[OperandDim, ...]
 """The dimensions of operands that one of a result may come from; the first one that is known decides."""
 
 Axes = tuple[str, ...]
@@ -26,7 +26,7 @@ Axes = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Dims:
+class DimRule:
     """What an equation does with dimensions.
 
     Attributes:
@@ -58,7 +58,7 @@ class Dims:
             if sources and all(place == operand for place, _ in sources)
         ]
 
-    def of_alone(self, places: Iterable[Place]) -> int | None:
+    def of_alone(self, places: Iterable[OperandDim]) -> int | None:
         """The dimension, the same of all results, whose sources are these; None if it is not exactly one."""
         wanted = {*places}
         found = {tuple([i for i, each in enumerate(result) if {*each} == wanted]) for result in self.results}
@@ -73,16 +73,16 @@ def _first(operands: Sequence[Sequence[Axes]], sources: Sources) -> Axes:
     return ()
 
 
-UNKNOWN = Dims(())
+UNKNOWN = DimRule(())
 
 
-def dims_of(equation: Any) -> Dims:
+def dim_rule(equation: Any) -> DimRule:
     """What an equation does with dimensions; `UNKNOWN` if its primitive has no rule."""
     rule = RULES.get(primitive_name(equation))
     return UNKNOWN if rule is None else rule(equation)
 
 
-Rule = Callable[[Any], Dims]
+Rule = Callable[[Any], DimRule]
 
 
 def _of(operand: int, dims: Iterable[int]) -> tuple[Sources, ...]:
@@ -96,39 +96,39 @@ def _alike(equation: Any, rank: int, but: Container[int] = ()) -> tuple[Sources,
     return tuple([() if i in but else tuple([(place, i) for place in places]) for i in range(rank)])
 
 
-def _elementwise(equation: Any) -> Dims:
+def _elementwise(equation: Any) -> DimRule:
     """Operands and results have the same dimensions, or parts of them."""
-    return Dims(tuple([_alike(equation, len(shape_of(out))) for out in equation.outvars]))
+    return DimRule(tuple([_alike(equation, len(shape_of(out))) for out in equation.outvars]))
 
 
-def _each(equation: Any) -> Dims:
+def _each(equation: Any) -> DimRule:
     """Each result is an operand."""
-    return Dims(tuple([_of(i, range(len(shape_of(out)))) for i, out in enumerate(equation.outvars)]))
+    return DimRule(tuple([_of(i, range(len(shape_of(out)))) for i, out in enumerate(equation.outvars)]))
 
 
-def _placed(equation: Any, sources: Mapping[int, Sources], summed: tuple[Sources, ...] = ()) -> Dims:
+def _placed(equation: Any, sources: Mapping[int, Sources], summed: tuple[Sources, ...] = ()) -> DimRule:
     """The sources of these dimensions of the only result."""
-    return Dims((tuple([sources.get(i, ()) for i in range(len(shape_of(equation.outvars[0])))]),), summed)
+    return DimRule((tuple([sources.get(i, ()) for i in range(len(shape_of(equation.outvars[0])))]),), summed)
 
 
-def _broadcast(equation: Any) -> Dims:
+def _broadcast(equation: Any) -> DimRule:
     shapes = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
     return _broadcast_to(*shapes, tuple(equations.broadcast_dims(equation)))
 
 
 @functools.lru_cache(maxsize=4096)  # layers are alike
-def _broadcast_to(operand: tuple[int, ...], out: tuple[int, ...], places: tuple[int, ...]) -> Dims:
+def _broadcast_to(operand: tuple[int, ...], out: tuple[int, ...], places: tuple[int, ...]) -> DimRule:
     sources = {place: ((0, i),) for i, place in enumerate(places) if out[place] == operand[i]}
-    return Dims((tuple([sources.get(i, ()) for i in range(len(out))]),))
+    return DimRule((tuple([sources.get(i, ()) for i in range(len(out))]),))
 
 
-def _reshape(equation: Any) -> Dims:
+def _reshape(equation: Any) -> DimRule:
     """Dimensions that are merged or split.
 
     What is known of merged dimensions is known of the first one of which anything is. Of the dimensions that
     one is split into, each may come from it.
     """
-    groups = reshaped(equation)
+    groups = reshape_groups(equation)
     return _placed(equation, {i: tuple([(0, each) for each in old]) for old, new in groups for i in new})
 
 
@@ -136,9 +136,9 @@ Groups = Sequence[tuple[Sequence[int], Sequence[int]]]
 """Groups of dimensions that become groups of others."""
 
 
-def reshaped(equation: Any) -> Groups:
+def reshape_groups(equation: Any) -> Groups:
     """The groups of dimensions, of more than one element, that a `reshape` makes of groups of others."""
-    if equations.is_reordered(equation):
+    if equations.permutes_elements(equation):
         return ()
     return _reshaped_to(shape_of(equation.invars[0]), shape_of(equation.outvars[0]))
 
@@ -159,91 +159,91 @@ def _reshaped_to(old: tuple[int, ...], new: tuple[int, ...]) -> Groups:
     return groups
 
 
-def _transpose(equation: Any) -> Dims:
-    return Dims((_of(0, equations.permutation(equation)),))
+def _transpose(equation: Any) -> DimRule:
+    return DimRule((_of(0, equations.permutation(equation)),))
 
 
-def _reduce(equation: Any) -> Dims:
+def _reduce(equation: Any) -> DimRule:
     ranks = tuple([len(shape_of(atom)) for atom in equation.invars])
     return _reduced(ranks, tuple(equations.removed_dims(equation)), len(equation.outvars))
 
 
 @functools.lru_cache(maxsize=4096)
-def _reduced(ranks: tuple[int, ...], gone: tuple[int, ...], results: int) -> Dims:
+def _reduced(ranks: tuple[int, ...], gone: tuple[int, ...], results: int) -> DimRule:
     places = [place for place, rank in enumerate(ranks) if rank == ranks[0]]
     operands = [tuple([(place, i) for place in places]) for i in range(ranks[0])]
     kept = tuple([sources for i, sources in enumerate(operands) if i not in gone])
-    return Dims((kept,) * results, tuple([operands[i] for i in gone]))
+    return DimRule((kept,) * results, tuple([operands[i] for i in gone]))
 
 
-def _sort(equation: Any) -> Dims:
+def _sort(equation: Any) -> DimRule:
     """What is sorted along a dimension, or a part of it, has others in each place."""
     rank = _rank(equation)
-    return Dims((_alike(equation, rank, [equations.dim_of(equation) % rank]),) * len(equation.outvars))
+    return DimRule((_alike(equation, rank, [equations.dim_of(equation) % rank]),) * len(equation.outvars))
 
 
-def _stack(equation: Any) -> Dims:
+def _stack(equation: Any) -> DimRule:
     dim, kept = equations.dim_of(equation), _alike(equation, _rank(equation))
-    return Dims(((*kept[:dim], (), *kept[dim:]),))
+    return DimRule(((*kept[:dim], (), *kept[dim:]),))
 
 
-def _unstack(equation: Any) -> Dims:
+def _unstack(equation: Any) -> DimRule:
     dim = equations.dim_of(equation)
     kept = [i for i in range(_rank(equation)) if i != dim]
-    return Dims((_of(0, kept),) * len(equation.outvars))
+    return DimRule((_of(0, kept),) * len(equation.outvars))
 
 
-def _leading(equation: Any, count: int) -> Dims:
+def _leading(equation: Any, count: int) -> DimRule:
     """So many leading dimensions of the results are those of the first operand."""
     ranks = [len(shape_of(out)) for out in equation.outvars]
-    return Dims(tuple([_of(0, range(min(count, rank))) + ((),) * (rank - count) for rank in ranks]))
+    return DimRule(tuple([_of(0, range(min(count, rank))) + ((),) * (rank - count) for rank in ranks]))
 
 
 def _rank(equation: Any) -> int:
     return len(shape_of(equation.invars[0]))
 
 
-def _resized(equation: Any) -> Dims:
+def _resized(equation: Any) -> DimRule:
     """Further dimensions at the end, or fewer: bits of other sizes, what is drawn of keys."""
     return _leading(equation, _rank(equation))
 
 
-def _fft(equation: Any) -> Dims:
+def _fft(equation: Any) -> DimRule:
     return _leading(equation, _rank(equation) - len(equations.fft_lengths(equation)))
 
 
-def _matrices(equation: Any) -> Dims:
+def _matrices(equation: Any) -> DimRule:
     """Stacks of matrices, or of vectors: the stack is what is before the last two dimensions of operands."""
     counts, found = [len(shape_of(atom)) - 2 for atom in equation.invars], []
     for out in equation.outvars:
         dims = range(len(shape_of(out)))
         found.append(tuple([tuple([(place, i) for place, n in enumerate(counts) if i < n]) for i in dims]))
-    return Dims(tuple(found))
+    return DimRule(tuple(found))
 
 
-def _triangular_solve(equation: Any) -> Dims:
+def _triangular_solve(equation: Any) -> DimRule:
     """Beside the stack, each right-hand side is solved for alone."""
     [result] = _matrices(equation).results
     dim = len(result) - (1 if equations.is_left_side(equation) else 2)
-    return Dims(((*result[:dim], ((1, dim),), *result[dim + 1 :]),))
+    return DimRule(((*result[:dim], ((1, dim),), *result[dim + 1 :]),))
 
 
 @functools.lru_cache(maxsize=4096)  # layers are alike
-def _product(ranks: tuple[int, ...], contracted: Any, batch: Any, grouped: Any = ()) -> Dims:
+def _product(ranks: tuple[int, ...], contracted: Any, batch: Any, grouped: Any = ()) -> DimRule:
     """Dimensions of a product: the batch, what is free on the left, what is free on the right."""
     gone = [{*contracted[0], *batch[0]}, {*contracted[1], *batch[1], *grouped}]
     found: list[Sources] = [((0, i), (1, j)) for i, j in zip(*batch, strict=True)]
     for place in (0, 1):
         found += _of(place, [i for i in range(ranks[place]) if i not in gone[place]])
     found = [()] * (ranks[2] - len(found)) + found
-    return Dims((tuple(found),), tuple([((0, i), (1, j)) for i, j in zip(*contracted, strict=True)]))
+    return DimRule((tuple(found),), tuple([((0, i), (1, j)) for i, j in zip(*contracted, strict=True)]))
 
 
-def _dot(equation: Any) -> Dims:
+def _dot(equation: Any) -> DimRule:
     return _product(_ranks(equation), *equations.dot_dims(equation))
 
 
-def _ragged_dot(equation: Any) -> Dims:
+def _ragged_dot(equation: Any) -> DimRule:
     """Rows in groups, each multiplied by the matrix of its group; or groups of rows contracted."""
     return _product(_ranks(equation), *equations.ragged_dot_dims(equation))
 
@@ -252,13 +252,13 @@ def _ranks(product: Any) -> tuple[int, ...]:
     return tuple([len(shape_of(atom)) for atom in (*product.invars[:2], *product.outvars)])
 
 
-def multiplications(equation: Any) -> int:
+def count_multiplications(equation: Any) -> int:
     """How often a product of matrices multiplies two elements; of groups, each row those of its own."""
-    dims, [result] = dims_of(equation), [*map(shape_of, equation.outvars)]
+    dims, [result] = dim_rule(equation), [*map(shape_of, equation.outvars)]
     return size_of(equation.invars[0]) * math.prod(result[i] for i in dims.own(1))
 
 
-def _conv(equation: Any) -> Dims:
+def _conv(equation: Any) -> DimRule:
     """The examples of the images, and the features of the kernel (rows in the gradient of a kernel)."""
     numbers, (features, rows) = equations.conv_dims(equation), equations.conv_groups(equation)
     image, kernel, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
@@ -268,7 +268,7 @@ def _conv(equation: Any) -> Dims:
     return _placed(equation, found, (summed,) if features == 1 else tuple([(place,) for place in summed]))
 
 
-def _gather(equation: Any) -> Dims:
+def _gather(equation: Any) -> DimRule:
     """What is looked up follows the indices; in dimensions that are taken whole, the operand."""
     numbers, sizes = equations.gather_dims(equation), equations.slice_sizes(equation)
     shape, rank = shape_of(equation.invars[0]), len(shape_of(equation.outvars[0]))
@@ -283,7 +283,7 @@ def _gather(equation: Any) -> Dims:
     return _placed(equation, found)
 
 
-def _scatter(equation: Any) -> Dims:
+def _scatter(equation: Any) -> DimRule:
     """Dimensions stay those of the operand; where they are updated whole, they are also the updates'."""
     numbers, update = equations.scatter_dims(equation), shape_of(equation.invars[2])
     found: dict[int, Sources] = {i: ((0, i),) for i in range(_rank(equation))}
@@ -295,7 +295,7 @@ def _scatter(equation: Any) -> Dims:
     return _placed(equation, found)
 
 
-def updated_dims(equation: Any) -> list[Place]:
+def updated_dims(equation: Any) -> list[OperandDim]:
     """The dimensions of the updates of a scatter that are whole ones of its operand, and these."""
     numbers = equations.scatter_dims(equation)
     shape, update = shape_of(equation.invars[0]), shape_of(equation.invars[2])
@@ -305,44 +305,44 @@ def updated_dims(equation: Any) -> list[Place]:
     return [(place, i) for place, i in pairs if update[place] == shape[i]]
 
 
-def takes_rows(equation: Any) -> bool:
+def is_row_gather(equation: Any) -> bool:
     """Whether a `gather` takes whole rows of its operand, each by its number."""
     leading = len(shape_of(equation.invars[1])) - 1
     rows = _of(1, range(leading)) + _of(0, range(1, _rank(equation)))
     by_number = (*equations.gather_dims(equation).start_index_map,) == (0,)
-    return by_number and dims_of(equation).results == (rows,)
+    return by_number and dim_rule(equation).results == (rows,)
 
 
-def puts_rows(equation: Any) -> bool:
+def is_row_scatter(equation: Any) -> bool:
     """Whether a scatter puts whole rows of its updates in its operand, each by its number."""
     numbers, leading = equations.scatter_dims(equation), len(shape_of(equation.invars[1])) - 1
     if not (*numbers.scatter_dims_to_operand_dims,) == (*numbers.inserted_window_dims,) == (0,):
         return False
     rows = [((0, i), (2, leading + i - 1)) for i in range(1, _rank(equation))]
-    return dims_of(equation).results == ((((0, 0),), *rows),)
+    return dim_rule(equation).results == ((((0, 0),), *rows),)
 
 
-def _update_slice(equation: Any) -> Dims:
+def _update_slice(equation: Any) -> DimRule:
     shapes = zip(shape_of(equation.invars[0]), shape_of(equation.invars[1]), strict=True)
-    return Dims((tuple([((0, i), (1, i)) if a == b else ((0, i),) for i, (a, b) in enumerate(shapes)]),))
+    return DimRule((tuple([((0, i), (1, i)) if a == b else ((0, i),) for i, (a, b) in enumerate(shapes)]),))
 
 
-def _window(equation: Any) -> Dims:
+def _window(equation: Any) -> DimRule:
     """Windows over some dimensions, or copies along them; the others are kept."""
     shapes, found = [*map(shape_of, equation.invars)], []
     for out in map(shape_of, equation.outvars):
         changed = [i for i, size in enumerate(out) if any(x[i : i + 1] not in ((), (size,)) for x in shapes)]
         found.append(_alike(equation, len(out), changed))
-    return Dims(tuple(found))
+    return DimRule(tuple(found))
 
 
-def _exchanged(equation: Any) -> Dims:
+def _exchanged(equation: Any) -> DimRule:
     """What devices exchange along mesh axes; the dimensions that an exchange changes have no sources."""
-    found = equations.exchanged_dims(equation)
+    found = equations.collective_dims(equation)
     if found is None:
         return UNKNOWN
     operands = zip(equation.outvars, found, strict=True)
-    return Dims(
+    return DimRule(
         tuple(
             [
                 tuple([((i, dims[dim]),) if dim in dims else () for dim in range(len(shape_of(out)))])
@@ -369,15 +369,15 @@ COLLECTIVES = frozenset(
     ('psum', 'psum_invariant', 'pmax', 'pmin', 'all_gather', 'reduce_scatter', 'all_to_all')
 )
 # Of these, elements see others along a dimension, or change places.
-ALONG = frozenset(('cumlogsumexp', 'cummax', 'cummin', 'cumprod', 'cumsum', 'rev'))
+ALONG_DIM = frozenset(('cumlogsumexp', 'cummax', 'cummin', 'cumprod', 'cumsum', 'rev'))
 # These cost no more than to read their operands, and a part of them is that of parts of their operands.
 _CHEAP = 'add and convert_element_type eq ge gt le lt max min mul ne neg not or select_n sub xor'
-CHEAP = frozenset(_CHEAP.split())
+CHEAP_ELEMENTWISE = frozenset(_CHEAP.split())
 # The result is the first operand in another form, or a part of it.
-FORWARDS = frozenset(('broadcast_in_dim', 'convert_element_type', 'copy', 'reshape', 'squeeze', 'transpose'))
-VIEWS = FORWARDS | {'dynamic_slice', 'slice', 'split', 'unstack'}
+SHAPE_OPS = frozenset(('broadcast_in_dim', 'convert_element_type', 'copy', 'reshape', 'squeeze', 'transpose'))
+VIEWS = SHAPE_OPS | {'dynamic_slice', 'slice', 'split', 'unstack'}
 SCATTERS = frozenset(f'scatter{kind}' for kind in ('', '-add', '-sub', '-mul', '-min', '-max'))
-WINDOWS = frozenset(f'reduce_window{kind}' for kind in ('', '_sum', '_max', '_min'))
+WINDOW_REDUCTIONS = frozenset(f'reduce_window{kind}' for kind in ('', '_sum', '_max', '_min'))
 # Operands are matrices, or stacks of them, that are factored or solved for.
 DECOMPOSITIONS = frozenset(
     (
@@ -386,7 +386,7 @@ DECOMPOSITIONS = frozenset(
     )
 )
 # Operands are multiplied, and summed over dimensions that they have in common.
-PRODUCTS = frozenset(('dot_general', 'ragged_dot_general', 'conv_general_dilated'))
+CONTRACTIONS = frozenset(('dot_general', 'ragged_dot_general', 'conv_general_dilated'))
 
 _TABLE: tuple[tuple[str, Rule], ...] = (
     (_ELEMENTWISE, _elementwise),

@@ -52,6 +52,6 @@ def without(sharding: DimSharding, axes: Container[str]) -> DimSharding:
     return _canonical(tuple([axis for axis in dim if axis not in axes]) for dim in sharding)
 
 
-def along(sharding: DimSharding, axes: frozenset[str]) -> DimSharding:
+def only_along(sharding: DimSharding, axes: frozenset[str]) -> DimSharding:
     """Returns the dimensions of a sharding that some of the mesh axes shard, with all axes of these."""
     return _canonical(dim if axes.intersection(dim) else () for dim in sharding)

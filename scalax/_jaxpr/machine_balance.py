@@ -5,5 +5,5 @@ with links of 100 GB/s. It computes 4,000 operations in the time that it takes t
 2,000 to 25,000. Where both ways send over the same links, and compute the same, their bytes decide.
 """
 
-PER_OPERATION = 1 / 4e14
-PER_BYTE = 1 / 1e11
+SECONDS_PER_FLOP = 1 / 4e14
+SECONDS_PER_BYTE = 1 / 1e11

@@ -8,23 +8,23 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from scalax._jax import equations
-from scalax._jax.equations import Literal, opened, shape_of, size_of, values_in
+from scalax._jax.equations import Literal, open_jaxpr, param_values, shape_of, size_of
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import part_of, replaced
-from scalax._jaxpr.dim_rules import DECOMPOSITIONS, ELEMENTWISE, FORWARDS
-from scalax._jaxpr.user_shardings import SAID, placed_by_user
+from scalax._jax.rewriting import extract_subjaxpr, replace_jaxpr
+from scalax._jaxpr.dim_rules import DECOMPOSITIONS, ELEMENTWISE, SHAPE_OPS
+from scalax._jaxpr.user_shardings import SHARDING_OPS, user_shardings_of
 
 # Values of so many elements are scalars, or coefficients.
 _FEW = 64
 _COSTLY = DECOMPOSITIONS | {'dot_general'}
-_PLAIN = FORWARDS | ELEMENTWISE | {'reduce_sum', 'reduce_max'}
+_PLAIN = SHAPE_OPS | ELEMENTWISE | {'reduce_sum', 'reduce_max'}
 # For a stack of matrices both branches of a `cond` would run: a loop in the wrong one may not end, and its
 # gradient may be nan.
-_LEFT = SAID | {'cond'}
+_LEFT = SHARDING_OPS | {'cond'}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Function:
+class MatrixFunction:
     """A function of a matrix, or of a stack of them.
 
     Attributes:
@@ -50,19 +50,19 @@ class Function:
     @property
     def kind(self) -> Any:
         """A key that functions have in common if they compute the same."""
-        inside = [part for each in equations.equations(self.part) for part in values_in(each)]
+        inside = [part for each in equations.all_equations(self.part) for part in param_values(each)]
         constants = [id(value) for part in inside for value in getattr(part, 'consts', ())]
         return shape_of(self.root), (*map(id, self.free),), (*constants,), str(self.part)
 
 
-def functions_of_matrices(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Iterator[Function]:
+def find_matrix_functions(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Iterator[MatrixFunction]:
     """The functions of a matrix in a jaxpr that do not depend on each other.
 
     Args:
         jaxpr: the jaxpr, open or closed.
         shapes: the shapes of weights; a root has one of these.
     """
-    inner = opened(jaxpr)
+    inner = open_jaxpr(jaxpr)
     roots: dict[int, Any] = {}  # of each value that is computed of one alone
     scalars: dict[int, Any] = {}  # what is computed of scalars alone -> its equation
     computed: dict[Any, list[Any]] = {}  # root -> the equations of its values
@@ -97,16 +97,16 @@ def functions_of_matrices(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Ite
         for x in equation.invars:
             readers.setdefault(id(x), set()).add(id(equation))
     every = [_function(jaxpr, root, own, roots, readers, scalars) for root, own in found.items()]
-    every = [each for each in every if equations.draws_alike(each.part)]
+    every = [each for each in every if equations.draws_same_under_vmap(each.part)]
     late = {id(var) for function in every for var in function.results}
     gone = {id(each) for function in every for each in function.equations}
     for equation in inner.eqns:
         if id(equation) not in gone:
-            is_late(equation, late)
+            propagate_late(equation, late)
     yield from [each for each in every if late.isdisjoint(map(id, [each.root, *each.free]))]
 
 
-def is_late(equation: Any, late: set[int]) -> bool:
+def propagate_late(equation: Any, late: set[int]) -> bool:
     """Whether an equation reads what is late. Then its results are, and operands that it has effects on."""
     if late.isdisjoint(map(id, equation.invars)):
         return False
@@ -120,9 +120,9 @@ def _multiplies(own: Sequence[Any]) -> bool:
     """Whether some of these equations, or those inside, multiply or decompose, and users place no result."""
     if not any(map(_is_costly, own)):
         return False
-    every = [*equations.with_inside(own)]
+    every = [*equations.with_inner_equations(own)]
     names = {*map(primitive_name, every)}
-    placed = any(each.effects or any(placed_by_user(each)) for each in every)
+    placed = any(each.effects or any(user_shardings_of(each)) for each in every)
     return _LEFT.isdisjoint(names) and not placed
 
 
@@ -131,7 +131,7 @@ def _is_costly(equation: Any) -> bool:
     name = primitive_name(equation)
     if name in _COSTLY or name in ELEMENTWISE:  # most
         return name in _COSTLY
-    inside = map(equations.equations, equations.jaxprs_in(equation))
+    inside = map(equations.all_equations, equations.inner_jaxprs(equation))
     return any(primitive_name(each) in _COSTLY for each in itertools.chain.from_iterable(inside))
 
 
@@ -142,7 +142,7 @@ def _function(
     roots: Mapping[int, Any],
     readers: Mapping[int, set[int]],
     scalars: Mapping[int, Any],
-) -> Function:
+) -> MatrixFunction:
     """The function, without what only writes its matrix in another way in front and behind."""
     kept = {id(each): each for each in own}
     for equation in reversed(own):
@@ -168,6 +168,6 @@ def _function(
             taken_in += scalars[id(x)].invars
         elif not isinstance(x, Literal):
             free[id(x)] = x
-    every = replaced(jaxpr, eqns=[*dict.fromkeys(scalars.values()), *kept.values()])
-    part = part_of(every, [root, *free.values()], results)
-    return Function(root, [*free.values()], [*kept.values()], results, part)
+    every = replace_jaxpr(jaxpr, eqns=[*dict.fromkeys(scalars.values()), *kept.values()])
+    part = extract_subjaxpr(every, [root, *free.values()], results)
+    return MatrixFunction(root, [*free.values()], [*kept.values()], results, part)

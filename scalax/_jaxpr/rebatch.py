@@ -17,14 +17,30 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from scalax._core.pytree.partition_specs import MeshAxes, only_axes
 from scalax._core.pytree.spec_validation import drop_indivisible
 from scalax._jax import equations
-from scalax._jax.equations import CALLS, WITH_JAXPRS, Literal, called, loop_of, opened, scan_options, shape_of
+from scalax._jax.equations import (
+    CALLS,
+    WITH_JAXPRS,
+    Literal,
+    call_jaxpr,
+    loop_of,
+    open_jaxpr,
+    scan_options,
+    shape_of,
+)
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import constants_of, resized, run_here
-from scalax._jaxpr.batch_dims import SUM, Fact, Rows, RowsOf, added_up, summed_dims
-from scalax._jaxpr.dim_rules import CHEAP, Place, dims_of
+from scalax._jax.rewriting import constants_of, eval_on_ambient_mesh, resized_params
+from scalax._jaxpr.batch_dims import (
+    PARTIAL_SUM,
+    BatchDim,
+    BatchDimAnalysis,
+    BatchValue,
+    jointly_linear_operands,
+    reduced_dims,
+)
+from scalax._jaxpr.dim_rules import CHEAP_ELEMENTWISE, OperandDim, dim_rule
 
 
-class Known(NamedTuple):
+class TrackedValue(NamedTuple):
     """A value, of other rows if it has any.
 
     Attributes:
@@ -35,11 +51,11 @@ class Known(NamedTuple):
     """
 
     value: Any
-    fact: Fact
-    cut: Callable[[Rows], Any] | None = None
+    fact: BatchValue
+    cut: Callable[[BatchDim], Any] | None = None
 
 
-class OnOtherRows:
+class Rebatcher:
     """Runs jaxprs on other rows.
 
     Args:
@@ -48,14 +64,14 @@ class OnOtherRows:
         share: what these rows get of a value that is the same for all: where it has rows, or is a sum.
     """
 
-    def __init__(self, rows: RowsOf, count: int, share: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, rows: BatchDimAnalysis, count: int, share: Callable[[Any, Any], Any]) -> None:
         self._rows, self._count, self._share = rows, count, share
 
-    def values(self, jaxpr: Any, operands: Sequence[Known], facts: Sequence[Fact]) -> list[Any]:
+    def values(self, jaxpr: Any, operands: Sequence[TrackedValue], facts: Sequence[BatchValue]) -> list[Any]:
         """The results of a closed jaxpr, in a trace of their own, with rows where these facts say so."""
         return [*map(self.taken, self._results(jaxpr, operands), facts)]
 
-    def scan(self, equation: Any, given: Sequence[Known], found: Sequence[Fact]) -> list[Any]:
+    def scan(self, equation: Any, given: Sequence[TrackedValue], found: Sequence[BatchValue]) -> list[Any]:
         """The results of a `scan`, in a trace of their own.
 
         Args:
@@ -69,7 +85,11 @@ class OnOtherRows:
         rows = [self._rows.element_of(each.fact) for each in stacks]
 
         def step(values: Any, elements: Any) -> tuple[Any, Any]:
-            operands = [*_of_outer_trace(constants), *map(Known, values, state), *map(Known, elements, rows)]
+            operands = [
+                *_of_outer_trace(constants),
+                *map(TrackedValue, values, state),
+                *map(TrackedValue, elements, rows),
+            ]
             results = self.values(loop.body, operands, [*state, *[None] * (len(found) - loop.carried)])
             return results[: loop.carried], results[loop.carried :]
 
@@ -77,95 +97,102 @@ class OnOtherRows:
         carried, stacked = jax.lax.scan(step, first, values, loop.length, **scan_options(equation))
         return [*carried, *stacked]
 
-    def taken(self, known: Known, fact: Fact) -> Any:
+    def taken(self, known: TrackedValue, fact: BatchValue) -> Any:
         """A value, or the share of what is the same for all rows, where it has rows or is a sum."""
         if known.fact is not None or fact is None:
             return known.value
-        return known.cut(fact) if known.cut and fact != SUM else self._share(known.value, fact)
+        return known.cut(fact) if known.cut and fact != PARTIAL_SUM else self._share(known.value, fact)
 
-    def _results(self, jaxpr: Any, operands: Sequence[Known], in_checkpoint: bool = False) -> list[Known]:
-        inner = opened(jaxpr)
-        known = {id(var): Known(value, None) for var, value in constants_of(jaxpr)}
+    def _results(
+        self, jaxpr: Any, operands: Sequence[TrackedValue], in_checkpoint: bool = False
+    ) -> list[TrackedValue]:
+        inner = open_jaxpr(jaxpr)
+        known = {id(var): TrackedValue(value, None) for var, value in constants_of(jaxpr)}
         known.update(zip(map(id, inner.invars), operands, strict=True))
 
-        def read(atom: Any) -> Known:
-            return Known(atom.val, None) if isinstance(atom, Literal) else known[id(atom)]
+        def read(atom: Any) -> TrackedValue:
+            return TrackedValue(atom.val, None) if isinstance(atom, Literal) else known[id(atom)]
 
         for equation in inner.eqns:
             found = self._equation(equation, [*map(read, equation.invars)], in_checkpoint)
             known.update(zip(map(id, equation.outvars), found, strict=True))
         return [*map(read, inner.outvars)]
 
-    def _equation(self, equation: Any, given: Sequence[Known], in_checkpoint: bool) -> Sequence[Known]:
+    def _equation(
+        self, equation: Any, given: Sequence[TrackedValue], in_checkpoint: bool
+    ) -> Sequence[TrackedValue]:
         name, facts = primitive_name(equation), [each.fact for each in given]
         if name in CALLS:
             # What an outermost checkpoint computes again was computed in another loop.
             given = _kept_apart(equation, given) if in_checkpoint else given
-            return self._results(called(equation), given, in_checkpoint or name == 'remat2')
+            return self._results(call_jaxpr(equation), given, in_checkpoint or name == 'remat2')
         values, count = [each.value for each in given], len(equation.outvars)
         found = self._rows.equation(equation, facts) if any(facts) else [None] * count
         if name in WITH_JAXPRS:
             control = {'scan': self.scan, 'while': self._while, 'cond': self._cond}[name]
-            return [*map(Known, control(equation, given, found), found)]
+            return [*map(TrackedValue, control(equation, given, found), found)]
         if name in ('sharding_constraint', 'device_put'):
-            return [*map(Known, _placed(equation, values), facts)]
-        rows = {place: fact for place, fact in enumerate(facts) if isinstance(fact, Rows)}
+            return [*map(TrackedValue, _placed(equation, values), facts)]
+        rows = {place: fact for place, fact in enumerate(facts) if isinstance(fact, BatchDim)}
         dims, changed = {place: each.dim for place, each in rows.items()}, dict[str, Any]()
-        for place in added_up(equation) if SUM in found else ():
-            values[place] = self.taken(given[place], SUM)
+        for place in jointly_linear_operands(equation) if PARTIAL_SUM in found else ():
+            values[place] = self.taken(given[place], PARTIAL_SUM)
         if rows and name != 'optimization_barrier':
             out, each = found[0], next(iter(rows.values())).each
             for place, dim in _meeting(equation, rows, out):
                 if shape_of(equation.invars[place])[dim] == self._rows.count * each:
-                    values[place] = self.taken(given[place], Rows(dim, each))
-            if isinstance(out, Rows):
+                    values[place] = self.taken(given[place], BatchDim(dim, each))
+            if isinstance(out, BatchDim):
                 changed = self._resized(equation, dims.get(0), out)
         cut = None if any(facts) else self._cut(equation, given)
         return [
-            Known(x, fact, cut) for x, fact in zip(run_here(equation, values, **changed), found, strict=True)
+            TrackedValue(x, fact, cut)
+            for x, fact in zip(eval_on_ambient_mesh(equation, values, **changed), found, strict=True)
         ]
 
-    def _cut(self, equation: Any, given: Sequence[Known]) -> Callable[[Rows], Any] | None:
+    def _cut(self, equation: Any, given: Sequence[TrackedValue]) -> Callable[[BatchDim], Any] | None:
         """Computes the share of what is the same for all rows, where that needs not all of them.
 
         What is broadcast along rows needs none, and elements of others need those of their operands.
         """
         name = primitive_name(equation)
-        if name != 'broadcast_in_dim' and name not in CHEAP:
+        if name != 'broadcast_in_dim' and name not in CHEAP_ELEMENTWISE:
             return None
-        dims, shape = dims_of(equation).results[0], shape_of(equation.outvars[0])
+        dims, shape = dim_rule(equation).results[0], shape_of(equation.outvars[0])
 
         @functools.cache
-        def cut(rows: Rows) -> Any:
+        def cut(rows: BatchDim) -> Any:
             values = [each.value for each in given]
             for place, dim in dims[rows.dim]:
                 if shape_of(equation.invars[place])[dim] == shape[rows.dim]:
-                    values[place] = self.taken(given[place], Rows(dim, rows.each))
-            return run_here(equation, values, **self._resized(equation, None, rows))[0]
+                    values[place] = self.taken(given[place], BatchDim(dim, rows.each))
+            return eval_on_ambient_mesh(equation, values, **self._resized(equation, None, rows))[0]
 
         return cut
 
-    def _resized(self, equation: Any, operand: int | None, rows: Rows) -> dict[str, Any]:
-        return resized(equation, operand, rows.dim, self._count * rows.each)
+    def _resized(self, equation: Any, operand: int | None, rows: BatchDim) -> dict[str, Any]:
+        return resized_params(equation, operand, rows.dim, self._count * rows.each)
 
-    def _while(self, equation: Any, given: Sequence[Known], found: Sequence[Fact]) -> list[Any]:
+    def _while(self, equation: Any, given: Sequence[TrackedValue], found: Sequence[BatchValue]) -> list[Any]:
         loop = loop_of(equation)
         constants, begun, _ = loop.parts(given)
 
         def test(values: Any) -> Any:
             tested = _of_outer_trace(given[: loop.tested])
-            return self.values(loop.test, [*tested, *map(Known, values, found)], [None])[0]
+            return self.values(loop.test, [*tested, *map(TrackedValue, values, found)], [None])[0]
 
         def step(values: Any) -> Any:
-            return self.values(loop.body, [*_of_outer_trace(constants), *map(Known, values, found)], found)
+            return self.values(
+                loop.body, [*_of_outer_trace(constants), *map(TrackedValue, values, found)], found
+            )
 
         return jax.lax.while_loop(test, step, [*map(self.taken, begun, found)])
 
-    def _cond(self, equation: Any, given: Sequence[Known], found: Sequence[Fact]) -> list[Any]:
+    def _cond(self, equation: Any, given: Sequence[TrackedValue], found: Sequence[BatchValue]) -> list[Any]:
         facts = [each.fact for each in given[1:]]
 
         def branch(jaxpr: Any, *values: Any) -> Any:
-            results = self.values(jaxpr, [*map(Known, values, facts)], found)
+            results = self.values(jaxpr, [*map(TrackedValue, values, facts)], found)
             # XLA refuses branches of which one ends in a constraint. Those of a gradient may keep nothing.
             return jax.lax.optimization_barrier(results) if results else results
 
@@ -174,17 +201,17 @@ class OnOtherRows:
         return jax.lax.switch(index, run, *operands)
 
 
-def _of_outer_trace(given: Sequence[Known]) -> list[Known]:
+def _of_outer_trace(given: Sequence[TrackedValue]) -> list[TrackedValue]:
     """What a trace inside takes of the one around it, without what was cut there."""
-    return [Known(each.value, each.fact) for each in given]
+    return [TrackedValue(each.value, each.fact) for each in given]
 
 
-def _kept_apart(equation: Any, given: Sequence[Known]) -> Sequence[Known]:
+def _kept_apart(equation: Any, given: Sequence[TrackedValue]) -> Sequence[TrackedValue]:
     """The operands of a call, behind a barrier where JAX puts them behind one.
 
     But for what is cut where it meets rows, which must not be computed in full.
     """
-    pairs = zip(given, equations.computed_again(equation), strict=True)
+    pairs = zip(given, equations.prevents_cse(equation), strict=True)
     apart = {i: each.value for i, (each, again) in enumerate(pairs) if again and each.cut is None}
     if not apart:
         return given
@@ -192,20 +219,20 @@ def _kept_apart(equation: Any, given: Sequence[Known]) -> Sequence[Known]:
     return [each._replace(value=values.get(i, each.value)) for i, each in enumerate(given)]
 
 
-def _meeting(equation: Any, rows: Mapping[int, Rows], out: Fact) -> Sequence[Place]:
+def _meeting(equation: Any, rows: Mapping[int, BatchDim], out: BatchValue) -> Sequence[OperandDim]:
     """The dimensions of operands that meet where rows are, in a result or in a sum."""
-    if isinstance(out, Rows):
-        return dims_of(equation).results[0][out.dim]
+    if isinstance(out, BatchDim):
+        return dim_rule(equation).results[0][out.dim]
     places = {(place, fact.dim) for place, fact in rows.items()}
-    return next(each for each in summed_dims(equation) if not places.isdisjoint(each))
+    return next(each for each in reduced_dims(equation) if not places.isdisjoint(each))
 
 
 def _placed(equation: Any, values: Sequence[Any]) -> list[Any]:
     """Values where the user says, along the mesh axes that are there inside of a pipeline."""
-    said = equations.shardings_said(equation)[1]
+    said = equations.sharding_params(equation)[1]
     specs = {i: each.spec for i, each in said.items() if isinstance(each, NamedSharding)}
     if len(specs) < len(values):
-        return run_here(equation, values)
+        return eval_on_ambient_mesh(equation, values)
     return [_at(value, specs[i]) for i, value in enumerate(values)]
 
 

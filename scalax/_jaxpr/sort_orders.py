@@ -17,14 +17,14 @@ import jax
 import numpy as np
 
 from scalax._jax import equations
-from scalax._jax.equations import makers_of, opened, ragged_dim, removed_dims, shape_of, size_of
+from scalax._jax.equations import open_jaxpr, producers_of, ragged_dim, removed_dims, shape_of, size_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import constants_of
-from scalax._jaxpr.dim_rules import ALONG, ELEMENTWISE, VIEWS, dims_of, puts_rows, takes_rows
-from scalax._jaxpr.static_integers import OPERATIONS, Integers, computed
+from scalax._jaxpr.dim_rules import ALONG_DIM, ELEMENTWISE, VIEWS, dim_rule, is_row_gather, is_row_scatter
+from scalax._jaxpr.static_integers import INTEGER_OPS, StaticIntegers, evaluate
 
 # These treat elements alike. Others of this kind see their neighbours, or draw random numbers.
-_EACH = (ELEMENTWISE | {'sharding_constraint'}) - ALONG - {'random_fold_in', 'random_gamma'}
+_EACH = (ELEMENTWISE | {'sharding_constraint'}) - ALONG_DIM - {'random_fold_in', 'random_gamma'}
 _TOTALS = frozenset({'reduce_sum', 'reduce_max', 'reduce_min', 'reduce_and', 'reduce_or'})
 # The dimension of rows is where the table of dimensions says.
 _BY_TABLE = _TOTALS | {
@@ -37,7 +37,7 @@ _SAME_NUMBERS = frozenset(
 )
 _COMPUTED_NUMBERS = (_EACH | _SAME_NUMBERS) - {'threefry2x32'}
 # Loops are given what these compute of nothing; to see what it is, it is computed inside.
-CONSTANTS = _COMPUTED_NUMBERS | {'iota'}
+CONSTANT_OPS = _COMPUTED_NUMBERS | {'iota'}
 
 
 class _OrderMattersError(Exception):
@@ -45,7 +45,7 @@ class _OrderMattersError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Block:
+class SortedBlock:
     """The equations from a sort on until the rows are in their own order.
 
     Attributes:
@@ -64,7 +64,7 @@ class Block:
     in_order: Container[int]
 
 
-def block_of(jaxpr: Any, sort: Any, devices: int) -> Block | None:
+def find_sorted_block(jaxpr: Any, sort: Any, devices: int) -> SortedBlock | None:
     """The block of a sort, if each device may sort its own rows; None if that is not certain.
 
     Args:
@@ -83,8 +83,8 @@ class _Order:
 
     def __init__(self, jaxpr: Any, sort: Any, devices: int) -> None:
         self._jaxpr, self._sort, self._devices = jaxpr, sort, devices
-        self._made, self._integers = makers_of(opened(jaxpr)), Integers(opened(jaxpr))
-        self._constants = Integers(opened(jaxpr), iotas=True)
+        self._made, self._integers = producers_of(open_jaxpr(jaxpr)), StaticIntegers(open_jaxpr(jaxpr))
+        self._constants = StaticIntegers(open_jaxpr(jaxpr), iotas=True)
         self._size = size_of(sort.invars[0])
         self._in_order = np.arange(self._size)
         # Variables in the order of the sort, by id, and their dimension of rows; and those that hold of each
@@ -103,15 +103,15 @@ class _Order:
         self._products: list[Any] = []
         self._own = {sort}
 
-    def block(self) -> Block:
+    def block(self) -> SortedBlock:
         """The block.
 
         Raises:
             _OrderMattersError: it is not certain that the order does not matter.
         """
-        sort, every = self._sort, opened(self._jaxpr).eqns
+        sort, every = self._sort, open_jaxpr(self._jaxpr).eqns
         numbered = [var for x, var in zip(sort.invars, sort.outvars, strict=True) if self._is_iota(x)]
-        _require(len(shape_of(sort.invars[0])) == 1 and equations.count_keys(sort) == 1)
+        _require(len(shape_of(sort.invars[0])) == 1 and equations.count_sort_keys(sort) == 1)
         _require(len(numbered) == 1 and not self._is_iota(sort.invars[0]))
         _require(self._size % self._devices == 0)
         self._numbers = [(numbered[0], self._in_order)]
@@ -121,9 +121,9 @@ class _Order:
             if begun and any(map(self._depends, equation.invars)):
                 self._equation(equation)
             begun |= equation is sort
-        _require(not any(map(self._depends, opened(self._jaxpr).outvars)) and len(self._groups) == 1)
+        _require(not any(map(self._depends, open_jaxpr(self._jaxpr).outvars)) and len(self._groups) == 1)
         [groups] = self._groups
-        return Block(sort.invars[0], groups, self._products, self._own, self._rows)
+        return SortedBlock(sort.invars[0], groups, self._products, self._own, self._rows)
 
     def _maker(self, atom: Any) -> tuple[str, Any]:
         """The equation that computes a value, and the name of its primitive; no name where none does."""
@@ -137,7 +137,7 @@ class _Order:
         name, results = primitive_name(equation), equation.outvars
         rows = {i: self._rows[id(x)] for i, x in enumerate(equation.invars) if id(x) in self._rows}
         places = [i for i, x in enumerate(equation.invars) if id(x) in self._places]
-        _require(not equation.effects and not equations.says_sorted(equation))
+        _require(not equation.effects and not equations.indices_are_sorted(equation))
         if name == 'sort':
             self._invert(equation)
         elif name == 'gather':
@@ -160,7 +160,7 @@ class _Order:
     def _alike(self, name: str, equation: Any, rows: Mapping[int, int]) -> None:
         """Rows meet rows of the same number, and what is one for all rows."""
         [dim, *more] = set(rows.values())
-        is_whole = name in _ALONG_OTHERS or (name == 'pad' and not equations.works_along(equation, dim))
+        is_whole = name in _ALONG_OTHERS or (name == 'pad' and not equations.acts_along(equation, dim))
         _require(not more and (is_whole or _is_each(equation)))
         others = [x for i, x in enumerate(equation.invars) if i not in rows and shape_of(x)]
         _require(all(self._is_uniform(x, dim) for x in others))
@@ -170,23 +170,23 @@ class _Order:
 
     def _by_table(self, equation: Any, rows: Mapping[int, int]) -> None:
         """The results have one dimension that is that of the rows of these operands, and of no other one."""
-        dim = dims_of(equation).of_alone(rows.items())
+        dim = dim_rule(equation).of_alone(rows.items())
         if dim is None or any(shape_of(var)[dim] != self._size for var in equation.outvars):
             raise _OrderMattersError
         self._rows.update((id(var), dim) for var in equation.outvars)
 
     def _product(self, name: str, equation: Any, rows: Mapping[int, int]) -> None:
         if name == 'ragged_dot_general':
-            _require(rows.get(0) == ragged_dim(equation) and equations.is_from_zero(equation))
+            _require(rows.get(0) == ragged_dim(equation) and equations.has_all_groups(equation))
             self._groups.add(self._count_groups(equation.invars[2]))
             self._products.append(equation)
-        if tuple(rows.items()) not in dims_of(equation).summed:
+        if tuple(rows.items()) not in dim_rule(equation).summed:
             self._by_table(equation, rows)
 
     def _invert(self, equation: Any) -> None:
         """The order of an order is its inverse."""
         [numbers, *others], results = equation.invars, equation.outvars
-        _require(len(others) == 1 and self._is_iota(others[0]) and equations.count_keys(equation) == 1)
+        _require(len(others) == 1 and self._is_iota(others[0]) and equations.count_sort_keys(equation) == 1)
         if id(numbers) in self._rows:
             _require(self._are(numbers, self._numbers))
             self._add_inverse(results[1])
@@ -203,18 +203,18 @@ class _Order:
     def _gather(self, equation: Any, rows: Mapping[int, int], places: Sequence[int]) -> None:
         x, numbers = equation.invars
         if places == [0]:  # what was put at the numbers of rows is taken from there
-            _require(rows == {1: 0} and id(x) in self._put and takes_rows(equation))
+            _require(rows == {1: 0} and id(x) in self._put and is_row_gather(equation))
             _require(self._are(numbers, self._numbers))
             self._equal[id(equation.outvars[0])] = self._put[id(x)]
             self._note_own(equation)
             return
         if places:
-            _require(places == [1] and rows == {0: 0} and takes_rows(equation))
+            _require(places == [1] and rows == {0: 0} and is_row_gather(equation))
             _require(self._are(numbers, self._inverses))
             self._note_own(equation)  # and the rows are in their own order again
             return
         self._by_table(equation, rows)
-        if rows == {1: 0} and takes_rows(equation):
+        if rows == {1: 0} and is_row_gather(equation):
             known = self._constants.of(x) if shape_of(x) == (self._size,) else None
             if known is not None and self._are(numbers, self._numbers):
                 self._numbers.append((equation.outvars[0], known))
@@ -223,7 +223,7 @@ class _Order:
 
     def _scatter(self, name: str, equation: Any, rows: Mapping[int, int], places: Sequence[int]) -> None:
         x, numbers, updates = equation.invars
-        _require(puts_rows(equation))
+        _require(is_row_scatter(equation))
         count = shape_of(x)[0]
         if places:
             _require(places == [1] and not rows and count == self._size and self._is_uniform(x, 0))
@@ -301,9 +301,9 @@ class _Order:
         So ``jax.numpy.ndarray.at`` asks in its gradient whether something was put at all places.
         """
         values = [self._of_rows(self._put.get(id(x), x)) for x in equation.invars]
-        if name not in OPERATIONS or any(each is None for each in values):
+        if name not in INTEGER_OPS or any(each is None for each in values):
             return False
-        found = computed(name, values)
+        found = evaluate(name, values)
         if found is None or (found != found.flat[0]).any():
             return False
         [var] = equation.outvars
@@ -326,11 +326,11 @@ class _Order:
         if name == 'reshape':
             [operand] = made.invars
             is_row = shape_of(operand)[:1] == shape[:1] == (self._size,)
-            return self._of_rows(operand) if is_row and not equations.is_reordered(made) else None
-        if name not in OPERATIONS or name not in ELEMENTWISE or shape[0] != self._size:
+            return self._of_rows(operand) if is_row and not equations.permutes_elements(made) else None
+        if name not in INTEGER_OPS or name not in ELEMENTWISE or shape[0] != self._size:
             return None
         values = [self._of_rows(x) for x in made.invars]
-        found = computed(name, values)
+        found = evaluate(name, values)
         return None if found is None else found.astype(atom.aval.dtype)
 
     def _is_iota(self, atom: Any) -> bool:
@@ -359,14 +359,14 @@ class _Order:
         begun, added = map(self._integers.of, (zeros, ones))
         found = self._computed(numbers, [(root, values)])
         is_count = begun is not None and not begun.any() and added is not None and (added == 1).all()
-        is_whole = puts_rows(made) and size_of(ones) == self._size
+        is_whole = is_row_scatter(made) and size_of(ones) == self._size
         return is_count and is_whole and found is not None and np.array_equal(found, values)
 
     def _seen_through(self, atom: Any, count: int) -> Any:
         """The value that another one is in another form, if it holds a number less than this for each row."""
         while _holds(atom, count) and size_of(atom) == self._size:
             name, made = self._maker(atom)
-            if name not in _SAME_NUMBERS or (name == 'reshape' and equations.is_reordered(made)):
+            if name not in _SAME_NUMBERS or (name == 'reshape' and equations.permutes_elements(made)):
                 return atom
             if size_of(made.invars[0]) != self._size or not _holds(made.invars[0], count):
                 return atom
@@ -393,8 +393,8 @@ def _require(is_certain: bool) -> None:
 def _is_each(equation: Any) -> bool:
     """Whether an equation does the same with each element of its operands; so does its gradient."""
     if primitive_name(equation) in ('custom_jvp_call', 'jit'):  # any function may be a `custom_vjp`
-        inside = equations.called(equation)
-        return not constants_of(inside) and all(map(_is_each, opened(inside).eqns))
+        inside = equations.call_jaxpr(equation)
+        return not constants_of(inside) and all(map(_is_each, open_jaxpr(inside).eqns))
     return primitive_name(equation) in _EACH
 
 

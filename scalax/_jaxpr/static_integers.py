@@ -8,20 +8,29 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scalax._jax.equations import CALLS, Literal, called, is_reordered, makers_of, opened, shape_of, size_of
+from scalax._jax.equations import (
+    CALLS,
+    Literal,
+    call_jaxpr,
+    open_jaxpr,
+    permutes_elements,
+    producers_of,
+    shape_of,
+    size_of,
+)
 from scalax._jax.primitives import primitive_name
-from scalax._jaxpr.dim_rules import ELEMENTWISE, FORWARDS
+from scalax._jaxpr.dim_rules import ELEMENTWISE, SHAPE_OPS
 
-Values = npt.NDArray[Any]
+IntegerValues = npt.NDArray[Any]
 """Integers or truth values, in one row. A single one is that of all elements, or of all rounds of a loop."""
 
 
-def _quotient(dividend: Values, divisor: Values) -> Values:
+def _quotient(dividend: IntegerValues, divisor: IntegerValues) -> IntegerValues:
     """Rounded towards zero, where numpy rounds down."""
     return (dividend - np.fmod(dividend, divisor)) // divisor
 
 
-def _selected(which: Values, *cases: Values) -> Values:
+def _selected(which: IntegerValues, *cases: IntegerValues) -> IntegerValues:
     return np.select([which == i for i in range(len(cases))], cases, cases[-1])
 
 
@@ -50,17 +59,17 @@ _OPERATIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ('sub subtract', np.subtract),
     ('xor', np.bitwise_xor),
 )
-OPERATIONS = {name: function for names, function in _OPERATIONS for name in names.split()}
+INTEGER_OPS = {name: function for names, function in _OPERATIONS for name in names.split()}
 """Operations on integers, by the names of JAX and of XLA (https://openxla.org/xla/operation_semantics)."""
-_SAME = FORWARDS | {'name', 'optimization_barrier', 'sharding_constraint'}
+_SAME = SHAPE_OPS | {'name', 'optimization_barrier', 'sharding_constraint'}
 _DIVISIONS = ('div', 'divide', 'rem', 'remainder')
 _DEEP = 50  # operations, one after the other, that an integer may be computed in: they are read recursively
 # More elements are not numbered.
 _MOST = 2**20
 
 
-def computed(operation: str, values: Sequence[Values | None]) -> Values | None:
-    """The result of one of `OPERATIONS`; None if it is not known, as of divisions by zero.
+def evaluate(operation: str, values: Sequence[IntegerValues | None]) -> IntegerValues | None:
+    """The result of one of `INTEGER_OPS`; None if it is not known, as of divisions by zero.
 
     Example:
         >>> computed('and', [None, np.array([False])])
@@ -76,10 +85,10 @@ def computed(operation: str, values: Sequence[Values | None]) -> Values | None:
     if operation in _DIVISIONS and not known[1].all():
         return None
     with np.errstate(over='ignore'):  # integers begin again at the other end of their type
-        return np.asarray(OPERATIONS[operation](*known))
+        return np.asarray(INTEGER_OPS[operation](*known))
 
 
-class Integers:
+class StaticIntegers:
     """The integers of a jaxpr, computed where they are asked for, of those that are given.
 
     In a round of a loop a value of one element may have many: those of all rounds, in the order of stacks.
@@ -91,20 +100,20 @@ class Integers:
     """
 
     def __init__(self, jaxpr: Any, *, iotas: bool = False) -> None:
-        self._made = {} if jaxpr is None else makers_of(jaxpr)
+        self._made = {} if jaxpr is None else producers_of(jaxpr)
         self._iotas = iotas
-        self._known: dict[int, Values | None] = {}
+        self._known: dict[int, IntegerValues | None] = {}
 
-    def give(self, variables: Sequence[Any], values: Sequence[Values | None]) -> None:
+    def give(self, variables: Sequence[Any], values: Sequence[IntegerValues | None]) -> None:
         """Sets the integers of variables, and forgets what was computed of others."""
         self._known.clear()
         self.note(variables, values)
 
-    def note(self, variables: Sequence[Any], values: Sequence[Values | None]) -> None:
+    def note(self, variables: Sequence[Any], values: Sequence[IntegerValues | None]) -> None:
         """Sets the integers of variables."""
         self._known.update(zip(map(id, variables), values, strict=True))
 
-    def of(self, atom: Any, depth: int = 0) -> Values | None:
+    def of(self, atom: Any, depth: int = 0) -> IntegerValues | None:
         """The integers of a variable or literal; None if it has none, or they are not known."""
         dtype = getattr(atom.aval, 'dtype', None)
         if getattr(dtype, 'kind', 'V') not in 'biu':  # dtypes of PRNG keys are of no kind
@@ -116,24 +125,24 @@ class Integers:
             self._known[id(atom)] = None if found is None else found.astype(dtype)
         return self._known.get(id(atom))
 
-    def _read(self, var: Any, equation: Any, depth: int) -> Values | None:
+    def _read(self, var: Any, equation: Any, depth: int) -> IntegerValues | None:
         name, operands, shape = primitive_name(equation), equation.invars, shape_of(var)
         place = next(i for i, out in enumerate(equation.outvars) if out is var)
         if name == 'iota':
             return np.arange(*shape) if self._iotas and len(shape) == 1 and shape[0] <= _MOST else None
         if name in CALLS:
-            inner = opened(called(equation))
-            inside = Integers(inner, iotas=self._iotas)
+            inner = open_jaxpr(call_jaxpr(equation))
+            inside = StaticIntegers(inner, iotas=self._iotas)
             inside.give(inner.invars, [self.of(operand, depth) for operand in operands])
             return inside.of(inner.outvars[place], depth)
         if name in _SAME:
             values, size = self.of(operands[place], depth), size_of(var)
-            is_moved = name == 'transpose' or (name == 'reshape' and is_reordered(equation))
+            is_moved = name == 'transpose' or (name == 'reshape' and permutes_elements(equation))
             is_same = size_of(operands[place]) == size and (not is_moved or size == max(shape, default=1))
             return values if is_same or values is None or values.size == 1 else None
-        if name not in ELEMENTWISE or name not in OPERATIONS:
+        if name not in ELEMENTWISE or name not in INTEGER_OPS:
             return None
         every = [self.of(operand, depth) for operand in operands]
         pairs = zip(every, map(shape_of, operands), strict=True)
         fit = all(values is None or values.size == 1 or own == shape for values, own in pairs)
-        return computed(name, every) if fit else None
+        return evaluate(name, every) if fit else None

@@ -10,27 +10,29 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from scalax._core.pytree.partition_specs import entries
 from scalax._jax import equations
-from scalax._jax.equations import PLACES
+from scalax._jax.equations import SHARDING_PARAMS
 from scalax._jax.primitives import primitive_name
 
 # The user says where their results are, whatever is known of their operands.
-SAID = frozenset({'sharding_constraint', 'device_put', 'shard_map'})
+SHARDING_OPS = frozenset({'sharding_constraint', 'device_put', 'shard_map'})
 
 
-def placed_by_user(equation: Any) -> Sequence[Mapping[int, Any]]:
+def user_shardings_of(equation: Any) -> Sequence[Mapping[int, Any]]:
     """The operands and the results that the user places, by number, with their shardings or specs."""
     if primitive_name(equation) == 'shard_map':
-        return {}, dict(enumerate(equations.mapped_outputs(equation)))
-    return equations.shardings_said(equation) if primitive_name(equation) in PLACES else ({}, {})
+        return {}, dict(enumerate(equations.shard_map_out_specs(equation)))
+    return equations.sharding_params(equation) if primitive_name(equation) in SHARDING_PARAMS else ({}, {})
 
 
-def is_on_mesh(jaxpr: Any, mesh: Mesh | AbstractMesh) -> bool:
+def names_mesh(jaxpr: Any, mesh: Mesh | AbstractMesh) -> bool:
     """Whether an equation, also in a jaxpr inside, says something of such a mesh without its devices.
 
     Bare specs do. Constants that a transformation makes have the mesh in force too, without a word on it.
     A function of a mesh of another shape has seen to its devices itself.
     """
-    values = (part for equation in equations.equations(jaxpr) for part in equations.values_in(equation))
+    values = (
+        part for equation in equations.all_equations(jaxpr) for part in equations.param_values(equation)
+    )
     with contextlib.closing(values):  # here, and not wherever it is found to be unused
         return any(_says(part, mesh) for part in values)
 

@@ -11,10 +11,10 @@ from typing import Any, Self
 from jax.sharding import AbstractMesh
 
 from scalax._jax.equations import Literal, shape_of
-from scalax._jax.manual_axes import ManualCode
+from scalax._jax.manual_axes import ManualEquations
 from scalax._jax.primitives import primitive_name
-from scalax._jaxpr.batch_dependence import Dependence
-from scalax._jaxpr.dim_rules import dims_of
+from scalax._jaxpr.batch_dependence import BatchDependence
+from scalax._jaxpr.dim_rules import dim_rule
 from scalax._spmd.batch.batch_dims import BatchDims
 from scalax._spmd.batch.batch_sources import batch_sources
 from scalax._spmd.options import DEFAULT, BatchPartitioning
@@ -82,7 +82,7 @@ class PartitionContext:
         self.axes, self.sizes = tuple(axes), tuple(self.mesh_axes.values())
         self.blocks = math.prod(self.sizes)
         self.auto = auto or AutoShardings(jaxpr, [], {})
-        self.code = ManualCode(mesh, self.auto.sizes)
+        self.code = ManualEquations(mesh, self.auto.sizes)
         self.collective_writer = CollectiveWriter(
             self.code, self.axes, self.sizes, None, self.microbatch_axis
         )
@@ -139,16 +139,16 @@ class PartitionContext:
         return (*after[:i], placements[i], *after[i + 1 :])
 
     @functools.cached_property
-    def _batch_dependence(self) -> Dependence:
+    def _batch_dependence(self) -> BatchDependence:
         """The values that depend on examples."""
-        return Dependence(*self._step)
+        return BatchDependence(*self._step)
 
     def strategy(self, op: Op) -> Strategy | None:
         """Returns the strategy of `op_rules.strategy`. Those of matmuls, which layers repeat, are cached."""
         if primitive_name(op.equation) != 'dot_general':
             return strategy(op)
         atoms = *op.equation.invars, *op.equation.outvars
-        key = dims_of(op.equation), tuple([(shape_of(x), x.aval.dtype) for x in atoms]), op[1:]
+        key = dim_rule(op.equation), tuple([(shape_of(x), x.aval.dtype) for x in atoms]), op[1:]
         if key not in self._matmul_strategies:
             self._matmul_strategies[key] = strategy(op)
         return self._matmul_strategies[key]

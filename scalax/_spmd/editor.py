@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax._jax.equations import Literal, opened, shape_of
+from scalax._jax.equations import Literal, open_jaxpr, shape_of
 from scalax._jax.manual_axes import is_backward
 from scalax._jax.rewriting import constants_of
 from scalax._jax.tracing import memory_space
@@ -73,7 +73,7 @@ class EditorBase:
     ) -> None:
         self.context, self.code, self.jaxpr = context, context.code, jaxpr
         self._backward, self.is_step = backward, at is None
-        inner = opened(jaxpr)
+        inner = open_jaxpr(jaxpr)
         self.last_equation = inner.eqns[-1] if inner.eqns else at or self.code.blank
         self.eqns: list[Any] = []
         self.collectives: list[Collective] = []
@@ -120,7 +120,7 @@ class EditorBase:
     @functools.cached_property
     def _producers(self) -> dict[int, Any]:
         """The equation that computes each variable, by variable id."""
-        return {id(var): equation for equation in opened(self.jaxpr).eqns for var in equation.outvars}
+        return {id(var): equation for equation in open_jaxpr(self.jaxpr).eqns for var in equation.outvars}
 
     def define(self, var: Any, placements: Placements, atom: Any = None) -> Value:
         """Defines a variable of the original jaxpr, and returns its value.

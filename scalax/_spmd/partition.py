@@ -13,21 +13,21 @@ from typing import Any
 from scalax._jax.equations import (
     ANNOTATED_CALLS,
     CALLS,
-    PLACES,
     RUN_ONCE,
+    SHARDING_PARAMS,
     has_effects,
-    jaxprs_in,
-    opened,
+    inner_jaxprs,
+    open_jaxpr,
     ragged_dim,
     shape_of,
     size_of,
     takes_arrays,
     takes_refs,
 )
-from scalax._jax.manual_axes import HAVE_SIZES, local_params, remade, with_inner
+from scalax._jax.manual_axes import OPS_WITH_SIZES, local_params, params_with_jaxprs, rebuild_jaxpr
 from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jax.rewriting import with_results
-from scalax._jaxpr.dim_rules import ELEMENTWISE, RULES, reshaped
+from scalax._jaxpr.dim_rules import ELEMENTWISE, RULES, reshape_groups
 from scalax._spmd.batch.batch_dims import sharded_part
 from scalax._spmd.batch.replicated_parts import is_computed_by_block
 from scalax._spmd.context import PartitionContext
@@ -114,7 +114,7 @@ class Partitioner(PartitionContext):
         backward: bool = False,
         at: Any = None,
     ) -> PartitionedJaxpr:
-        targets = tuple(results or [None] * len(opened(jaxpr).outvars))
+        targets = tuple(results or [None] * len(open_jaxpr(jaxpr).outvars))
         key = self.axes, self.keeps_replicated, jaxpr, tuple(arguments), targets, backward
         if key not in self._partitioned:
             self._partitioned[key] = _JaxprPartitioner(self, jaxpr, arguments, backward, at).run(targets)
@@ -145,15 +145,15 @@ class _JaxprPartitioner(JaxprEditor):
 
     def run(self, results: Sequence[Placements | ReductionTarget | None]) -> PartitionedJaxpr:
         """Partitions the jaxpr, and converts its results to the requested placements."""
-        open_jaxpr = opened(self.jaxpr)
-        for equation in open_jaxpr.eqns:
+        inner_jaxpr = open_jaxpr(self.jaxpr)
+        for equation in inner_jaxpr.eqns:
             try:
                 self._equation(equation)
             except CannotPartition:
                 raise
             except Exception as error:
                 raise CannotPartition(equation, f'{type(error).__name__}: {error}') from error
-        values, self.converts_results = [*map(self.read, open_jaxpr.outvars)], self.is_step
+        values, self.converts_results = [*map(self.read, inner_jaxpr.outvars)], self.is_step
         atoms, placements = list[Any](), list[Placements]()
         for value, requested in zip(values, results, strict=True):
             if requested == REDUCE_TO_STATE and value.has_sum:
@@ -167,9 +167,9 @@ class _JaxprPartitioner(JaxprEditor):
             same = target == value.placements
             atoms.append(value.atom if same else self.convert(value, target, self.producer_of(value)))
             placements.append(target)
-        eqns = without_unused(self.eqns, atoms)
+        inputs, eqns = [*self.microbatch_indices, *self.arguments], without_unused(self.eqns, atoms)
         return PartitionedJaxpr(
-            remade(self.jaxpr, [*self.microbatch_indices, *self.arguments], eqns, atoms, self.constants),
+            rebuild_jaxpr(self.jaxpr, inputs, eqns, atoms, self.constants),
             tuple(placements),
             tuple([value.is_zero for value in values]),
             tuple([value.origin for value in values]),
@@ -203,7 +203,7 @@ class _JaxprPartitioner(JaxprEditor):
             partition_call(self, equation, values)
         elif name in _CONTROL:
             _CONTROL[name](self, equation, values)
-        elif name in PLACES or name == 'reshard':
+        elif name in SHARDING_PARAMS or name == 'reshard':
             partition_constraint(self, equation, values)
         elif name in CALLBACKS:
             partition_callback(self, equation, values)
@@ -242,7 +242,7 @@ class _JaxprPartitioner(JaxprEditor):
             if name == 'ragged_dot_general' and id(equation) not in self.local_group_sizes:
                 atoms[2] = self._local_group_sizes(equation, atoms, operands[0])
             params = self._inner_jaxpr_params(name, equation)
-            if name in HAVE_SIZES:
+            if name in OPS_WITH_SIZES:
                 params = local_params(equation, [*map(shape_of, atoms)], [*map(shape_of, new_vars)])
             elif name == KERNEL:
                 params = kernel_params(
@@ -282,11 +282,11 @@ class _JaxprPartitioner(JaxprEditor):
         def change(jaxpr: Any) -> Any:
             if not takes_arrays(jaxpr):  # a kernel
                 return self.code.in_context(jaxpr)
-            arguments = [Argument(self.context.replicated)] * len(opened(jaxpr).invars)
-            ends = [self.context.replicated] * len(opened(jaxpr).outvars)
+            arguments = [Argument(self.context.replicated)] * len(open_jaxpr(jaxpr).invars)
+            ends = [self.context.replicated] * len(open_jaxpr(jaxpr).outvars)
             return self.context.partition(jaxpr, arguments, ends, at=equation).jaxpr
 
-        return with_inner(equation, change)
+        return params_with_jaxprs(equation, change)
 
     def _local_group_sizes(self, equation: Any, atoms: Sequence[Any], placements: Placements) -> Any:
         """Returns the group sizes of a device's local rows; the global ones if rows are unsharded."""
@@ -344,7 +344,7 @@ class _JaxprPartitioner(JaxprEditor):
             return False
         slices = [
             equation
-            for equation in opened(self.jaxpr).eqns
+            for equation in open_jaxpr(self.jaxpr).eqns
             if primitive_name(equation) == 'slice' and equation.invars[0] is value.var
         ]
         return len(slices) > MAX_SENT_SLICES or (self.context.replicated, False) in value.versions
@@ -360,7 +360,7 @@ class _JaxprPartitioner(JaxprEditor):
         target, blocks = [*output.placements], self.context.blocks
         for axis, placement in enumerate(value.placements):
             if isinstance(placement, Shard) and not placement.is_state:
-                for old_dims, new_dims in reshaped(equation):
+                for old_dims, new_dims in reshape_groups(equation):
                     dim = sharded_part(new_dims, output.shape, blocks)
                     if placement.dim in old_dims and dim is not None:
                         target[axis] = Shard(dim)
@@ -474,7 +474,7 @@ def _has_sums(strategies: Sequence[Strategy]) -> bool:
 
 def _has_inner_jaxprs(name: str, equation: Any) -> bool:
     """Whether a primitive without a rule has inner jaxprs, as ``custom_vmap`` has."""
-    return name not in RULES and name != KERNEL and any(True for _ in jaxprs_in(equation))
+    return name not in RULES and name != KERNEL and any(True for _ in inner_jaxprs(equation))
 
 
 def _transposed(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from scalax._jax.equations import opened, shape_of
-from scalax._jax.rewriting import run_as_one
+from scalax._jax.equations import open_jaxpr, shape_of
+from scalax._jax.rewriting import bind_as_jit
 from scalax._spmd.options import DEFAULT, BatchPartitioning
 from scalax._spmd.partition import Partitioner
 from scalax._spmd.placements.auto_shardings import NO_AXES, AutoDims, AutoShardings, auto_dims, auto_spec
@@ -130,7 +130,7 @@ def partition_step(
         CannotPartition: the partitioner does not support some equation.
     """
     axes = tuple([axis for axis in batch_axes if mesh.shape[axis] > 1])
-    invars, outvars = opened(jaxpr).invars, opened(jaxpr).outvars
+    invars, outvars = open_jaxpr(jaxpr).invars, open_jaxpr(jaxpr).outvars
     layouts = _LayoutReader(mesh, axes)
     auto_sizes = layouts.auto_sizes
     argument_infos = [
@@ -169,7 +169,7 @@ def partition_step(
         jaxpr, pipelines = find_pipelines(jaxpr)
     argument_auto_dims = [
         layouts.auto_dims(argument.spec, var)
-        for argument, var in zip(arguments, opened(jaxpr).invars, strict=True)
+        for argument, var in zip(arguments, open_jaxpr(jaxpr).invars, strict=True)
     ]
     auto_shardings = AutoShardings(jaxpr, argument_auto_dims, auto_sizes)
     partitioner = Partitioner(
@@ -263,7 +263,7 @@ def run_step(
     """
 
     def run_on_device(*local_values: Any) -> Sequence[Any]:
-        results = run_as_one(step.jaxpr, local_values, name)
+        results = bind_as_jit(step.jaxpr, local_values, name)
         if not step.auto_axes:
             return results
         return [

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalax._jax import equations
-from scalax._jax.equations import RUN_ONCE, WITH_JAXPRS, opened, shape_of, size_of
+from scalax._jax.equations import RUN_ONCE, WITH_JAXPRS, open_jaxpr, shape_of, size_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import constants_of
-from scalax._jaxpr.abstract_interpreter import Interpreter
+from scalax._jaxpr.abstract_interpreter import AbstractInterpreter
 from scalax._jaxpr.source_lines import line_of
 
 Kind = Literal['key', 'mask', 'index', 'length', 'count', 'integer', 'fraction', 'positive', 'number']
@@ -97,10 +97,10 @@ _POWERS = frozenset({'integer_pow', 'pow', 'square'})
 _COMPARISONS = frozenset({'eq', 'ge', 'gt', 'le', 'lt', 'ne'})
 
 
-class _Uses(Interpreter[_Fact]):
+class _Uses(AbstractInterpreter[_Fact]):
     def __init__(self, jaxpr: Any) -> None:
         super().__init__(_NOTHING)
-        count = len(opened(jaxpr).invars)
+        count = len(open_jaxpr(jaxpr).invars)
         self.of_arguments: list[dict[Kind, Role]] = [{} for _ in range(count)]
         self._constants: dict[int, _Fact] = {
             id(var): _constant(value)
@@ -111,7 +111,7 @@ class _Uses(Interpreter[_Fact]):
         self.results(jaxpr, [frozenset({_Source(i)}) for i in range(count)])
 
     def results(self, jaxpr: Any, arguments: Sequence[_Fact]) -> list[_Fact]:
-        for equation in opened(jaxpr).eqns:
+        for equation in open_jaxpr(jaxpr).eqns:
             self._fold(equation)
         return super().results(jaxpr, arguments)
 
@@ -136,7 +136,7 @@ class _Uses(Interpreter[_Fact]):
         operands = [fact or self._constant_of(atom) for fact, atom in pairs]
         self._calls.append(equation)
         if name in RUN_ONCE and name not in WITH_JAXPRS:
-            inner = equations.run_once(equation)
+            inner = equations.run_once_jaxpr(equation)
             is_known = len(inner.invars) == len(operands)
             found: Sequence[_Fact] = self.results(inner, operands) if is_known else []
         else:

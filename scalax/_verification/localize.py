@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from scalax._core.pytree.paths import is_prng_key
-from scalax._jax.equations import axes_named, equations, jaxprs_in
+from scalax._jax.equations import all_equations, inner_jaxprs, named_axes_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.source_lines import line_of
 from scalax._verification.compare import Comparison, difference, seed_of
@@ -109,7 +109,7 @@ def _between_devices(equation: Any) -> tuple[str, ...]:
     """The operations inside of one that depend on the device, and their lines, each once."""
     found: dict[str, None] = {}
     for inner in _equations_inside(equation):
-        name, axes, line = inner.primitive.name, axes_named(inner), line_of(inner)
+        name, axes, line = inner.primitive.name, named_axes_of(inner), line_of(inner)
         if axes or name == 'random_bits' or name.endswith('callback'):
             along = f' along {", ".join(axes)}' if axes else ''
             found[f'{name.removesuffix("_invariant")}{along}{f" at {line}" if line else ""}'] = None
@@ -117,7 +117,7 @@ def _between_devices(equation: Any) -> tuple[str, ...]:
 
 
 def _equations_inside(equation: Any) -> Iterator[Any]:
-    return itertools.chain.from_iterable(map(equations, jaxprs_in(equation)))
+    return itertools.chain.from_iterable(map(all_equations, inner_jaxprs(equation)))
 
 
 # The results are others than those of the step.

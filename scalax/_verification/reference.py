@@ -288,9 +288,9 @@ def _traced(step: Step, alone: Step | None, shardings: Sequence[NamedSharding]) 
 def _refuse(step: Step, jaxpr: Any) -> None:
     """Raises about what cannot be compared."""
     wrong = []
-    for equation in equations.equations(jaxpr):
+    for equation in equations.all_equations(jaxpr):
         name = equation.primitive.name
-        if name == 'shard_map' and equations.count_blocks(equation) > 1:
+        if name == 'shard_map' and equations.count_shard_map_devices(equation) > 1:
             wrong.append(
                 f'shard_map at {line_of(equation)} uses a mesh of several devices: pass a function that '
                 'makes the step for any helper: helper.verify(make_step)'

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from scalax._jax import equations, rewriting
-from scalax._jax.equations import CALLS, Literal, loop_of, opened, scan_options
+from scalax._jax.equations import CALLS, Literal, loop_of, open_jaxpr, scan_options
 from scalax._jax.primitives import primitive_name
-from scalax._jaxpr.abstract_interpreter import Interpreter
-from scalax._jaxpr.dim_rules import ELEMENTWISE, PRODUCTS, VIEWS
+from scalax._jaxpr.abstract_interpreter import AbstractInterpreter
+from scalax._jaxpr.dim_rules import CONTRACTIONS, ELEMENTWISE, VIEWS
 
-_SUMS = PRODUCTS | {'cumsum', 'reduce_sum', 'reduce_window_sum', 'scatter-add', 'scatter-sub'}
+_SUMS = CONTRACTIONS | {'cumsum', 'reduce_sum', 'reduce_window_sum', 'scatter-add', 'scatter-sub'}
 _IN_A_ROW = 0.25
 _SUMS_OF_TWO = frozenset(('add', 'add_any', 'sub'))
 _ADDS = _SUMS_OF_TWO | {'convert_element_type'}
@@ -44,7 +44,7 @@ PLACES = frozenset(('device_put', 'reshard', 'sharding_constraint'))
 _CONSTANT, _GIVEN, _PRODUCT, _ROUNDED = range(4)
 
 
-class Rounded(Interpreter[int]):
+class Rounded(AbstractInterpreter[int]):
     """Which values descend from an operation whose result depends on how it is compiled.
 
     Others, such as random bits, comparisons of arguments and sums of integers, have the same value wherever
@@ -53,7 +53,7 @@ class Rounded(Interpreter[int]):
 
     def __init__(self, jaxpr: Any) -> None:
         super().__init__(nothing=_CONSTANT)
-        results = self.results(jaxpr, [_GIVEN] * len(opened(jaxpr).invars))
+        results = self.results(jaxpr, [_GIVEN] * len(open_jaxpr(jaxpr).invars))
         self.of_results = [fact == _ROUNDED for fact in results]
 
     def primitive(self, name: str, equation: Any, operands: Sequence[int]) -> Sequence[int]:
@@ -87,10 +87,10 @@ def places(jaxpr: Any, around: Place = (), calls: Sequence[Any] = ()) -> Iterato
 
     Those that `Evaluation` does not run one by one are left out, and so are constraints.
     """
-    for number, equation in enumerate(opened(jaxpr).eqns):
+    for number, equation in enumerate(open_jaxpr(jaxpr).eqns):
         name, place = primitive_name(equation), (*around, number)
         if name in CALLS:
-            yield from places(equations.called(equation), place, (equation, *calls))
+            yield from places(equations.call_jaxpr(equation), place, (equation, *calls))
             continue
         if name == 'scan':
             yield from places(loop_of(equation).body, place, (equation, *calls))
@@ -116,25 +116,25 @@ class Evaluation:
     def run(self, jaxpr: Any, operands: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr, open or closed."""
         values = {id(var): value for var, value in rewriting.constants_of(jaxpr)}
-        values |= {id(var): value for var, value in zip(opened(jaxpr).invars, operands, strict=True)}
+        values |= {id(var): value for var, value in zip(open_jaxpr(jaxpr).invars, operands, strict=True)}
 
         def of(atom: Any) -> Any:
             return atom.val if isinstance(atom, Literal) else values[id(atom)]
 
         around = self._around
-        for number, equation in enumerate(opened(jaxpr).eqns):
+        for number, equation in enumerate(open_jaxpr(jaxpr).eqns):
             self._around = place = (*around, number)
             results = self._equation(equation, [*map(of, equation.invars)])
             values.update(zip(map(id, equation.outvars), results, strict=True))
             if place in self._watched:
                 self.kept[place] = [*results]
         self._around = around
-        return [*map(of, opened(jaxpr).outvars)]
+        return [*map(of, open_jaxpr(jaxpr).outvars)]
 
     def _equation(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         name = primitive_name(equation)
         if name in CALLS:
-            return self.run(equations.called(equation), operands)
+            return self.run(equations.call_jaxpr(equation), operands)
         if name == 'cond':
             return self._branches(equation, operands)
         if name in ('scan', 'while'):
@@ -143,7 +143,7 @@ class Evaluation:
 
     def primitive(self, name: str, equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
         """The results of an equation without a jaxpr that is run here."""
-        return rewriting.run_equation(equation, operands)
+        return rewriting.eval_equation(equation, operands)
 
     def _branches(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         def run(branch: Any) -> Any:
@@ -216,11 +216,11 @@ class OnOneDevice(Evaluation):
         unit = eps if kind.bits >= 32 else eps / 2  # narrow ones are rounded once, from wider sums
         if name in _SUMS and not jnp.iscomplexobj(result):
             squares = [jnp.square(x) if _is_inexact(x) else x for x in operands]
-            [size] = rewriting.run_equation(equation, squares)
+            [size] = rewriting.eval_equation(equation, squares)
             size = jnp.sqrt(jnp.abs(size))
             if kind.bits >= 32:  # in which terms are added one after the other: that rounds what grows
                 sizes = [jnp.abs(x) if _is_inexact(x) else x for x in operands]
-                [total] = rewriting.run_equation(equation, sizes)
+                [total] = rewriting.eval_equation(equation, sizes)
                 size = jnp.maximum(size, _IN_A_ROW * jnp.abs(total))
         elif name in ELEMENTWISE:
             size = jnp.abs(result)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalax._jax.equations import opened
+from scalax._jax.equations import open_jaxpr
 from scalax._verification.input_domains import Kind, Role, is_of, uses_of
 
 # So few that some are equal: numbers of segments and kinds of tokens are compared with each other.
@@ -21,7 +21,7 @@ _STEPS = 3, 100
 
 def roles_of(jaxpr: Any) -> list[Role]:
     """What values each argument of a closed jaxpr may have, by what is done with it."""
-    pairs = zip(opened(jaxpr).invars, uses_of(jaxpr), strict=True)
+    pairs = zip(open_jaxpr(jaxpr).invars, uses_of(jaxpr), strict=True)
     return [_role(var.aval, uses) for var, uses in pairs]
 
 

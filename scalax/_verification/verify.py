@@ -17,7 +17,7 @@ from scalax._core.mesh.meshes import has_devices
 from scalax._core.pytree.partition_specs import axis_sizes_text
 from scalax._core.render.tables import array_text
 from scalax._core.util.progress import UpdateProgress, progress
-from scalax._jax.equations import equations
+from scalax._jax.equations import all_equations
 from scalax._jax.tracing import is_abstract
 from scalax._verification.ablations import run_ablations
 from scalax._verification.compare import Comparison
@@ -78,7 +78,7 @@ def verify(
             if found.differences:
                 shown = min(found.differences.values(), key=lambda each: each.step)
                 uncertain = found.differing_on_one_device(OneDevice(step, alone), shown.seed)
-            elif any(each.primitive.name == 'pure_callback' for each in equations(found.one.jaxpr)):
+            elif any(each.primitive.name == 'pure_callback' for each in all_equations(found.one.jaxpr)):
                 # What is another value each time is no error of rounding, and would explain all others.
                 uncertain = found.differing_on_one_device(found.one, 0)
             if found.differences.keys() - uncertain:

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 from scalax._core.context.resharding import reshard
 from scalax._core.pytree.partition_specs import MeshAxes, canonical
 from scalax._core.pytree.paths import leaf_text
-from scalax._jax.rewriting import run as run_jaxpr
+from scalax._jax.rewriting import eval_jaxpr
 from scalax._jax.tracing import is_mapped
 from scalax.custom_op._layout import FactorContext, FactorLayout
 from scalax.custom_op._rule import FactorMap, Factors, Rule
@@ -180,7 +180,7 @@ def _with_operands(constants: Sequence[Any], fun: Callable[..., Any]) -> Callabl
     def call(*operands: Any) -> tuple[Any, ...]:
         own, values = operands[: -len(constants)], operands[-len(constants) :]
         closed = jax.make_jaxpr(fun)(*own)
-        return tuple(run_jaxpr(closed, own, [values[_index(each, constants)] for each in closed.consts]))
+        return tuple(eval_jaxpr(closed, own, [values[_index(each, constants)] for each in closed.consts]))
 
     return call
 

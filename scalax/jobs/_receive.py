@@ -206,7 +206,7 @@ class _Senders:
     def _wait_ready(self, process: int, arrays: Sequence[jax.Array]) -> None:
         connection = self._connections[process]
         try:
-            if not transfer.come(arrays, self._timeout):
+            if not transfer.wait_ready(arrays, self._timeout):
                 raise connection.fault(f'sent nothing for {self._timeout:.0f} s: it hangs, or is stopped')
         except jax.errors.JaxRuntimeError as error:
             raise connection.fault('is gone: it ended while it sent') from error

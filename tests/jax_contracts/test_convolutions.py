@@ -30,7 +30,7 @@ def test_xla_adds_up_the_gradient_of_a_grouped_convolution_over_devices_that_hav
     expected = gradient(w, x)
 
     def mended(w: jax.Array, x: jax.Array) -> jax.Array:
-        [result] = rewriting.run(
+        [result] = rewriting.eval_jaxpr(
             apply_workarounds(jax.make_jaxpr(gradient)(w, x), mesh, ['x'], name='f'), [w, x]
         )
         return result
@@ -54,7 +54,7 @@ def test_xla_mixes_up_the_channels_of_a_grouped_convolution_laid_out_unlike_its_
 
     def mended(w: jax.Array, x: jax.Array) -> jax.Array:
         jaxpr = apply_workarounds(jax.make_jaxpr(depthwise)(w, x), mesh, ['x'], name='f')
-        [result] = rewriting.run(jaxpr, [w, x])
+        [result] = rewriting.eval_jaxpr(jaxpr, [w, x])
         return result
 
     expected = depthwise(w, x)

@@ -7,8 +7,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalax._jax.custom_partitioning import mapped_over_blocks
-from scalax._jax.equations import equations, mapped_inputs, mapped_outputs
+from scalax._jax.custom_partitioning import as_shard_map
+from scalax._jax.equations import all_equations, shard_map_in_specs, shard_map_out_specs
 from tests.support.contracts import contract, equation_in
 
 MESH = AbstractMesh((2, 4), ('a', 'b'), axis_types=(AxisType.Auto,) * 2)
@@ -36,12 +36,15 @@ def test_the_function_of_blocks() -> None:
         contract('has the parameters of custom_partitioning', 'to run its function on blocks'),
         jax.sharding.use_abstract_mesh(MESH),
     ):
-        mapped = mapped_over_blocks(called('b c, b d -> b c, b'), [P('a', 'b'), P('a')], MESH)
-        assert (mapped_inputs(mapped), mapped_outputs(mapped)) == ((P('a'),) * 2, (P('a', 'b'), P('a')))
-        assert next(equations(mapped.params['jaxpr'])).primitive.name == 'sin'
+        mapped = as_shard_map(called('b c, b d -> b c, b'), [P('a', 'b'), P('a')], MESH)
+        assert (shard_map_in_specs(mapped), shard_map_out_specs(mapped)) == (
+            (P('a'),) * 2,
+            (P('a', 'b'), P('a')),
+        )
+        assert next(all_equations(mapped.params['jaxpr'])).primitive.name == 'sin'
 
 
 def test_without_a_name_for_each_dimension_nothing_is_known() -> None:
     with contract('has the factors of dimensions in the sharding rule', 'to run its function on blocks'):
         equation = called('..., b d -> ..., b')
-        assert mapped_over_blocks(equation, [P('a')] * 2, MESH) is None
+        assert as_shard_map(equation, [P('a')] * 2, MESH) is None

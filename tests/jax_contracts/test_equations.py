@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax._jax import equations as of
-from scalax._jax.rewriting import run, seen_through
+from scalax._jax.rewriting import eval_jaxpr, without_prevent_cse
 from tests.support.contracts import contract, equation_in
 
 X, IMAGES = np.ones((2, 3, 4), np.float32), np.ones((2, 8, 8, 3), np.float32)
@@ -60,7 +60,7 @@ CASES: dict[tuple[Any, str], tuple[tuple[Any, ...], Any]] = {
     (of.dim_of, 'top_k'): ((lambda x: lax.top_k(x, 2), X), 2),
     (of.dim_of, 'approx_top_k'): ((lambda x: lax.approx_max_k(x, 2, reduction_dimension=1), X), 1),
     (of.dim_of, 'iota'): ((lambda x: x + lax.broadcasted_iota('float32', x.shape, 1), X), 1),
-    (of.count_keys, 'sort'): ((lambda x: lax.sort((x, x + 1, x), num_keys=2)[1], X), 2),
+    (of.count_sort_keys, 'sort'): ((lambda x: lax.sort((x, x + 1, x), num_keys=2)[1], X), 2),
     (of.removed_dims, 'reduce_sum'): ((lambda x: x.sum((0, 2)), X), (0, 2)),
     (of.removed_dims, 'argmax'): ((lambda x: x.argmax(1), X), (1,)),
     (of.removed_dims, 'squeeze'): ((lambda x: lax.squeeze(x, (1,)), np.ones((2, 1))), (1,)),
@@ -73,7 +73,7 @@ CASES: dict[tuple[Any, str], tuple[tuple[Any, ...], Any]] = {
         (1,),
     ),
     (of.permutation, 'transpose'): ((lambda x: x.transpose(2, 0, 1), X), (2, 0, 1)),
-    (of.is_reordered, 'reshape'): ((lambda x: x.reshape(6, 4), X), False),
+    (of.permutes_elements, 'reshape'): ((lambda x: x.reshape(6, 4), X), False),
     (of.fft_lengths, 'fft'): ((lambda x: jnp.fft.fftn(x, axes=(1, 2)), X), (3, 4)),
     (of.is_left_side, 'triangular_solve'): (
         (lambda x: lax.linalg.triangular_solve(x, x, left_side=True), np.ones((4, 4), np.float32)),
@@ -83,12 +83,12 @@ CASES: dict[tuple[Any, str], tuple[tuple[Any, ...], Any]] = {
         (lambda x: lax.dot_general(x, x, (((2,), (2,)), ((0,), (0,)))), X),
         (((2,), (2,)), ((0,), (0,))),
     ),
-    (of.is_from_zero, 'ragged_dot_general'): (RAGGED, True),
-    (of.says_sorted, 'gather'): (
+    (of.has_all_groups, 'ragged_dot_general'): (RAGGED, True),
+    (of.indices_are_sorted, 'gather'): (
         (lambda x, i: x.at[i].get(indices_are_sorted=True), X, INDICES[:, 0]),
         True,
     ),
-    (of.says_sorted, 'scatter-add'): (SCATTER, False),
+    (of.indices_are_sorted, 'scatter-add'): (SCATTER, False),
     (of.ragged_dot_dims, 'ragged_dot_general'): (RAGGED, (((1,), (1,)), ((), ()), (0,))),
     (of.ragged_dim, 'ragged_dot_general'): (RAGGED, 0),
     (lambda eqn: of.conv_dims(eqn).lhs_spec, 'conv_general_dilated'): (CONV, (0, 3, 1, 2)),
@@ -114,58 +114,61 @@ CASES: dict[tuple[Any, str], tuple[tuple[Any, ...], Any]] = {
     (of.fill_value, 'gather'): ((lambda x, i: x.at[i].get(mode='fill', fill_value=7), X, INDICES[:, 0]), 7),
     (lambda eqn: of.scatter_dims(eqn).update_window_dims, 'scatter-add'): (SCATTER, (1, 2)),
     (lambda eqn: of.scatter_dims(eqn).inserted_window_dims, 'scatter-add'): (SCATTER, (0,)),
-    (lambda eqn: of.shardings_said(eqn)[1][0].spec, 'jit'): ((placed, X), P('a')),
-    (lambda eqn: of.shardings_said(eqn)[0], 'jit'): ((placed, X), {}),
-    (lambda eqn: of.shardings_said(eqn)[1][0].spec, 'sharding_constraint'): (
+    (lambda eqn: of.sharding_params(eqn)[1][0].spec, 'jit'): ((placed, X), P('a')),
+    (lambda eqn: of.sharding_params(eqn)[0], 'jit'): ((placed, X), {}),
+    (lambda eqn: of.sharding_params(eqn)[1][0].spec, 'sharding_constraint'): (
         (lambda x: lax.with_sharding_constraint(x, NamedSharding(MESH, P('b', None))), np.ones((4, 4))),
         P('b', None),
     ),
-    (lambda eqn: of.shardings_said(eqn)[1][0].spec, 'device_put'): (
+    (lambda eqn: of.sharding_params(eqn)[1][0].spec, 'device_put'): (
         (lambda x: jax.device_put(x, NamedSharding(MESH, P('b'))), np.ones(4)),
         P('b'),
     ),
-    (of.mapped_outputs, 'shard_map'): ((mapped(manual={'a', 'b'}), X), (P('a'),)),
-    (of.count_blocks, 'shard_map'): ((mapped(manual={'a', 'b'}), X), 8),
-    (lambda eqn: of.count_blocks(eqn), 'shard_map'): ((mapped(manual={'b'}), X), 4),
-    (lambda eqn: of.mapped(eqn)[1].manual_axes, 'shard_map'): ((mapped(manual={'b'}), X), ('b',)),
-    (lambda eqn: [each.primitive.name for each in of.opened(of.mapped(eqn)[0]).eqns], 'shard_map'): (
+    (of.shard_map_out_specs, 'shard_map'): ((mapped(manual={'a', 'b'}), X), (P('a'),)),
+    (of.count_shard_map_devices, 'shard_map'): ((mapped(manual={'a', 'b'}), X), 8),
+    (lambda eqn: of.count_shard_map_devices(eqn), 'shard_map'): ((mapped(manual={'b'}), X), 4),
+    (lambda eqn: of.shard_map_jaxpr(eqn)[1].manual_axes, 'shard_map'): ((mapped(manual={'b'}), X), ('b',)),
+    (
+        lambda eqn: [each.primitive.name for each in of.open_jaxpr(of.shard_map_jaxpr(eqn)[0]).eqns],
+        'shard_map',
+    ): (
         (mapped(manual={'a'}), X),
         ['sin'],
     ),
-    (lambda eqn: [of.works_along(eqn, dim) for dim in range(3)], 'cumsum'): (
+    (lambda eqn: [of.acts_along(eqn, dim) for dim in range(3)], 'cumsum'): (
         (lambda x: lax.cumsum(x, axis=1), X),
         [False, True, False],
     ),
-    (lambda eqn: [of.works_along(eqn, dim) for dim in range(3)], 'rev'): (
+    (lambda eqn: [of.acts_along(eqn, dim) for dim in range(3)], 'rev'): (
         (lambda x: lax.rev(x, (0, 2)), X),
         [True, False, True],
     ),
-    (lambda eqn: [of.works_along(eqn, dim) for dim in range(3)], 'pad'): (
+    (lambda eqn: [of.acts_along(eqn, dim) for dim in range(3)], 'pad'): (
         (lambda x: lax.pad(x, np.float32(0), ((0, 0, 0), (1, -1, 0), (0, 0, 1))), X),
         [False, True, True],
     ),
-    (lambda eqn: [of.works_along(eqn, dim) for dim in range(3)], 'reduce_window_max'): (
+    (lambda eqn: [of.acts_along(eqn, dim) for dim in range(3)], 'reduce_window_max'): (
         (lambda x: lax.reduce_window(x, -np.inf, lax.max, (1, 2, 1), (1, 1, 1), 'SAME'), X),
         [False, True, False],
     ),
-    (of.draws_of_each_key, 'random_bits'): ((jax.random.bits, jax.random.key(0, impl='threefry2x32')), True),
-    (lambda eqn: of.draws_of_each_key(eqn), 'random_bits'): (
+    (of.draws_per_key, 'random_bits'): ((jax.random.bits, jax.random.key(0, impl='threefry2x32')), True),
+    (lambda eqn: of.draws_per_key(eqn), 'random_bits'): (
         (jax.random.bits, jax.random.key(0, impl='rbg')),
         False,
     ),
-    (of.axes_named, 'all_gather'): (
+    (of.named_axes_of, 'all_gather'): (
         (mapped(lambda x: lax.all_gather(x, 'a', tiled=True), manual={'a', 'b'}), X),
         ('a',),
     ),
-    (of.axes_named, 'axis_index'): (
+    (of.named_axes_of, 'axis_index'): (
         (mapped(lambda x: x * lax.axis_index('a'), manual={'a', 'b'}), X),
         ('a',),
     ),
-    (of.axes_named, 'ppermute'): (
+    (of.named_axes_of, 'ppermute'): (
         (mapped(lambda x: lax.ppermute(x, 'a', [(0, 1)]), manual={'a', 'b'}), X),
         ('a',),
     ),
-    (of.axes_named, 'reduce_sum'): ((jnp.sum, X), ()),
+    (of.named_axes_of, 'reduce_sum'): ((jnp.sum, X), ()),
     (lambda eqn: of.shape_of(eqn.invars[0]), 'sin'): ((jnp.sin, X), (2, 3, 4)),
     (lambda eqn: of.is_on_device(eqn.invars[0]), 'sin'): ((jnp.sin, X), True),
 }
@@ -189,7 +192,7 @@ def test_parameters(case: tuple[Any, str]) -> None:
 @pytest.mark.parametrize('name', ['stack', 'unstack'])
 def test_parameters_of_primitives_that_not_every_version_has(name: str) -> None:
     fun = {'stack': lambda x: jnp.stack([x, x], 1), 'unstack': lambda x: jnp.unstack(x, axis=1)}[name]
-    found = [each for each in of.equations(jax.make_jaxpr(fun)(X)) if each.primitive.name == name]
+    found = [each for each in of.all_equations(jax.make_jaxpr(fun)(X)) if each.primitive.name == name]
     with contract(f'says with which dimension {name} works', 'to follow rows through it'):
         assert [of.dim_of(each) for each in found] in ([], [1])
 
@@ -197,9 +200,9 @@ def test_parameters_of_primitives_that_not_every_version_has(name: str) -> None:
 def test_a_reshape_that_reads_its_operand_in_another_order() -> None:
     with contract('says of lax.reshape whether it has *dimensions*', 'to follow no rows through such a one'):
         jaxpr = jax.make_jaxpr(lambda x: lax.reshape(x, (24,), dimensions=(2, 0, 1)))(X)
-        names = [each.primitive.name for each in of.equations(jaxpr)]
+        names = [each.primitive.name for each in of.all_equations(jaxpr)]
         reordered = [
-            of.is_reordered(each) for each in of.equations(jaxpr) if each.primitive.name == 'reshape'
+            of.permutes_elements(each) for each in of.all_equations(jaxpr) if each.primitive.name == 'reshape'
         ]
         assert reordered == [True] or 'transpose' in names
 
@@ -207,7 +210,7 @@ def test_a_reshape_that_reads_its_operand_in_another_order() -> None:
 def test_values_in_the_memory_of_the_host() -> None:
     with contract('has the memory of a value in its type', 'to leave what is offloaded where it is'):
         jaxpr = jax.make_jaxpr(lambda x: jax.device_put(x, jax.memory.Space.Host))(X)
-        assert not of.is_on_device(of.opened(jaxpr).outvars[0])
+        assert not of.is_on_device(of.open_jaxpr(jaxpr).outvars[0])
 
 
 CALLED = {
@@ -223,9 +226,9 @@ CALLED['custom_vjp_call'].defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g,))
 def test_calls_have_their_jaxpr_with_their_operands(name: str) -> None:
     with contract(f'has the jaxpr that {name} runs under its name', 'to follow the batch into calls'):
         equation = equation_in(name, CALLED[name], X)
-        inner = of.opened(of.called(equation))
+        inner = of.open_jaxpr(of.call_jaxpr(equation))
         assert [len(inner.invars), len(inner.outvars)] == [len(equation.invars), len(equation.outvars)]
-        assert of.opened(of.run_once(equation)) is inner
+        assert of.open_jaxpr(of.run_once_jaxpr(equation)) is inner
 
 
 @pytest.mark.parametrize('prevents', [True, False])
@@ -237,11 +240,11 @@ def test_operands_of_what_is_computed_again(prevents: bool) -> None:
         'tells of a checkpoint whether it prevents merging', 'to prevent it where it runs in parts'
     ):
         again = equation_in('remat2', jax.grad(fun), X)
-        assert [*of.computed_again(again)] == [prevents] * len(again.invars)
+        assert [*of.prevents_cse(again)] == [prevents] * len(again.invars)
         for name, first in (('remat2', fun), ('jit', jax.jit(jnp.sin))):
-            assert [*of.computed_again(equation_in(name, first, X))] == [False]
-        assert not any(of.computed_again(seen_through(again)))
-        assert again.params.keys() == seen_through(again).params.keys()
+            assert [*of.prevents_cse(equation_in(name, first, X))] == [False]
+        assert not any(of.prevents_cse(without_prevent_cse(again)))
+        assert again.params.keys() == without_prevent_cse(again).params.keys()
 
 
 def test_what_runs_a_jaxpr_once() -> None:
@@ -249,10 +252,10 @@ def test_what_runs_a_jaxpr_once() -> None:
         return lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, y: jnp.tanh(y), symmetric=True)
 
     with contract('has the jaxpr of a solver among those of custom_linear_solve', 'to count its operations'):
-        inner = of.run_once(equation_in('custom_linear_solve', solve, X))
-        assert 'tanh' in [each.primitive.name for each in of.equations(inner)]
+        inner = of.run_once_jaxpr(equation_in('custom_linear_solve', solve, X))
+        assert 'tanh' in [each.primitive.name for each in of.all_equations(inner)]
     with contract('has the jaxpr of shard_map among its parameters', 'to count its operations'):
-        inner = of.run_once(equation_in('shard_map', mapped(manual={'a', 'b'}), X))
+        inner = of.run_once_jaxpr(equation_in('shard_map', mapped(manual={'a', 'b'}), X))
         assert [each.primitive.name for each in inner.eqns] == ['sin']
 
 
@@ -264,10 +267,10 @@ def test_the_solver_of_a_linear_solve_takes_its_constants_and_right_hand_sides()
 
     with contract('orders the operands of linear solves by their functions', 'to call the solver alone'):
         equation = equation_in('custom_linear_solve', solve, X, 2 * X, 3 * X, 4 * X)
-        jaxpr, operands = of.solve_call(equation)
+        jaxpr, operands = of.linear_solve_call(equation)
         places = [next(i for i, x in enumerate(equation.invars) if x is each) for each in operands]
         assert places == [len(equation.invars) - 3, len(equation.invars) - 1]
-        [found] = run(jaxpr, [2 * X, 4 * X])
+        [found] = eval_jaxpr(jaxpr, [2 * X, 4 * X])
         np.testing.assert_array_equal(found, 2 * X)
 
 
@@ -280,14 +283,14 @@ def test_the_call_of_a_function_with_its_own_vmap_takes_all_operands() -> None:
     with contract('calls the jaxpr of a custom_vmap with its operands', 'to run it on blocks'):
         jaxpr, operands = of.custom_vmap_call(equation_in('custom_vmap_call', fun, X, 2 * X))
         assert [*map(of.shape_of, operands)] == [X.shape] * 2
-        np.testing.assert_allclose(run(jaxpr, [X, 2 * X])[0], np.sin(X) * 2 * X, rtol=1e-6)
+        np.testing.assert_allclose(eval_jaxpr(jaxpr, [X, 2 * X])[0], np.sin(X) * 2 * X, rtol=1e-6)
 
 
 def test_primitives_of_hijax_are_expanded() -> None:
     table = np.arange(5, dtype=np.float32)
     with contract('expands primitives of hijax to others', 'to partition what they do'):
         jaxpr = jax.make_jaxpr(jnp.searchsorted)(table, X)
-        for equation in of.equations(jaxpr):
+        for equation in of.all_equations(jaxpr):
             if equation.primitive.name == 'call_hi_primitive':
                 function = of.expansion(equation)
                 assert function is not None
@@ -306,7 +309,7 @@ def test_scans_have_constants_then_state_then_stacks() -> None:
         assert loop[1:] == (None, 0, 1, 1, 5)
         parts = loop.parts([*map(of.shape_of, equation.invars)])
         assert parts == ([(3, 4)], [(3, 4)], [(5, 2)])
-        assert [*map(of.shape_of, of.opened(loop.body).invars)] == [(3, 4), (3, 4), (2,)]
+        assert [*map(of.shape_of, of.open_jaxpr(loop.body).invars)] == [(3, 4), (3, 4), (2,)]
 
 
 def test_a_parameter_of_scans_is_their_length() -> None:
@@ -315,7 +318,7 @@ def test_a_parameter_of_scans_is_their_length() -> None:
 
     with contract('keeps the length of a scan in one parameter', 'to run loops over fewer examples'):
         params = equation_in('scan', fun, np.ones(5, np.float32)).params
-        length = of.rounds_param(5)
+        length = of.trip_count_param(5)
         assert {name: params[name] for name in length} == length
 
 
@@ -328,14 +331,14 @@ def test_whiles_have_constants_of_the_test_then_of_the_body_then_state() -> None
         loop = of.loop_of(equation)
         assert loop[2:] == (1, 1, 1, None)
         assert loop.parts([*map(of.shape_of, equation.invars)]) == ([(3, 4)], [(3, 4)], [])
-        counts = [len(of.opened(each).invars) for each in (loop.test, loop.body)]
+        counts = [len(of.open_jaxpr(each).invars) for each in (loop.test, loop.body)]
         assert counts == [loop.tested + loop.carried, loop.constants + loop.carried]
 
 
 def test_branches_take_all_operands_but_the_first() -> None:
     with contract('has the branches of a cond in its parameters', 'to follow the batch into each'):
         equation = equation_in('cond', lambda i, x: lax.cond(i, jnp.sin, jnp.cos, x), True, X)
-        inner = [of.opened(branch) for branch in of.branches(equation)]
+        inner = [of.open_jaxpr(branch) for branch in of.branches(equation)]
         assert [each.eqns[0].primitive.name for each in inner] == ['cos', 'sin']
         assert [len(each.invars) for each in inner] == [len(equation.invars) - 1] * 2
 
@@ -343,15 +346,17 @@ def test_branches_take_all_operands_but_the_first() -> None:
 def test_jaxprs_are_found_in_parameters() -> None:
     with contract('has jaxprs in parameters as ClosedJaxpr or Jaxpr', 'to see all that a function does'):
         jaxpr = jax.make_jaxpr(jax.jit(lambda x: lax.cond(True, jax.jit(jnp.sin), jnp.cos, x)))(X)
-        assert {'sin', 'cos'} <= {each.primitive.name for each in of.equations(jaxpr)}
-        [outer] = of.opened(jaxpr).eqns
-        assert [*of.jaxprs_in(outer)] == [*map(of.opened, filter(of.is_jaxpr, of.values_in(outer)))]
+        assert {'sin', 'cos'} <= {each.primitive.name for each in of.all_equations(jaxpr)}
+        [outer] = of.open_jaxpr(jaxpr).eqns
+        assert [*of.inner_jaxprs(outer)] == [*map(of.open_jaxpr, filter(of.is_jaxpr, of.param_values(outer)))]
 
 
 def test_jaxprs_and_equations_are_equal_to_themselves_alone() -> None:
     with contract('compares jaxprs and equations by identity', 'to keep what it knows of each'):
         one, other = (jax.make_jaxpr(jax.jit(jnp.sin))(X) for _ in range(2))
-        parts = [part for each in (one, other) for part in (each, of.opened(each), *of.opened(each).eqns)]
+        parts = [
+            part for each in (one, other) for part in (each, of.open_jaxpr(each), *of.open_jaxpr(each).eqns)
+        ]
         assert len({*parts}) == len({*map(id, parts)})
 
 
@@ -366,7 +371,7 @@ def test_equal_operations_have_equal_parameters() -> None:
         return x.astype(jnp.bfloat16), x.astype(jnp.bfloat16), x.astype(jnp.float16)
 
     with contract('gives equal casts equal parameters', 'to gather a weight once for both'):
-        first, second, other = of.equations(jax.make_jaxpr(casts)(X))
+        first, second, other = of.all_equations(jax.make_jaxpr(casts)(X))
         assert of.is_same_operation(first, second)
         assert not of.is_same_operation(first, other)
 
@@ -379,7 +384,7 @@ def test_transformations_are_in_the_name_stack() -> None:
     with contract(
         'writes jvp, transpose and rematted_computation into name stacks', 'to tell parts of a step'
     ):
-        stacks = {of.name_stack(each) for each in of.equations(jax.make_jaxpr(jax.grad(loss))(X))}
+        stacks = {of.name_stack(each) for each in of.all_equations(jax.make_jaxpr(jax.grad(loss))(X))}
         text = ' '.join(stacks)
         assert 'jvp(layer)' in text and 'transpose(jvp(layer))' in text and 'rematted_computation' in text
 
@@ -415,20 +420,20 @@ def test_what_is_drawn_under_vmap(generator: str, same: bool) -> None:
     one_by_one = np.stack([fun(each) for each in data])
     with contract('draws the same of many keys with some generators', 'to run rounds of a loop at once'):
         assert np.array_equal(jax.vmap(fun)(data), one_by_one) == same
-        assert of.draws_alike(jax.make_jaxpr(fun)(data[0])) == same
+        assert of.draws_same_under_vmap(jax.make_jaxpr(fun)(data[0])) == same
 
 
 def test_which_equation_makes_a_value_and_what_is_inside() -> None:
     def fun(x: Any) -> Any:
         return jax.jit(jnp.sin)(x) + 1
 
-    jaxpr = of.opened(jax.make_jaxpr(fun)(X))
+    jaxpr = of.open_jaxpr(jax.make_jaxpr(fun)(X))
     with contract('has the equations of a call inside it', 'to read those of a whole function'):
-        assert [each.primitive.name for each in of.with_inside(jaxpr.eqns)] == ['jit', 'sin', 'add']
+        assert [each.primitive.name for each in of.with_inner_equations(jaxpr.eqns)] == ['jit', 'sin', 'add']
     with contract('uses one variable where a value is made and where it is taken', 'to find what makes it'):
         [result] = jaxpr.outvars
-        added = of.makers_of(jaxpr)[id(result)]
-        assert of.makers_of(jaxpr)[id(added.invars[0])].primitive.name == 'jit'
+        added = of.producers_of(jaxpr)[id(result)]
+        assert of.producers_of(jaxpr)[id(added.invars[0])].primitive.name == 'jit'
     assert of.size_of(result) == X.size
 
 
@@ -443,5 +448,5 @@ def test_arguments_of_kernels_are_references() -> None:
 
     with contract('gives arrays a ShapedArray, and references another type', 'to leave kernels alone'):
         assert of.takes_arrays(jax.make_jaxpr(jnp.sin)(X))
-        inner, *_ = of.jaxprs_in(equation_in('pallas_call', fun, X))
+        inner, *_ = of.inner_jaxprs(equation_in('pallas_call', fun, X))
         assert not of.takes_arrays(inner)

@@ -56,9 +56,9 @@ def test_the_grid_and_the_blocks() -> None:
     with contract('has the grid and the blocks of a kernel in its grid mapping', PURPOSE):
         equation = equation_of()
         assert kernels.grid(equation) == (4,)
-        assert [kernels.array_shape(block) for block in kernels.blocks(equation)] == [(16, 4)] * 2
-        assert [kernels.walked(block) for block in kernels.blocks(equation)] == [{0: 0}, {0: 0}]
-        assert kernels.walked(kernels.blocks(equation_of(doubled_rows, given=WHOLE))[0]) == {}
+        assert [kernels.array_shape(block) for block in kernels.block_mappings_of(equation)] == [(16, 4)] * 2
+        assert [kernels.grid_dims(block) for block in kernels.block_mappings_of(equation)] == [{0: 0}, {0: 0}]
+        assert kernels.grid_dims(kernels.block_mappings_of(equation_of(doubled_rows, given=WHOLE))[0]) == {}
 
 
 def test_prefetched_scalars_come_first() -> None:
@@ -70,8 +70,10 @@ def test_prefetched_scalars_come_first() -> None:
     )
     with contract('counts prefetched scalars, puts them first and gives them no block', PURPOSE):
         equation = equation_in('pallas_call', fun, np.arange(4, dtype=np.int32), X)
-        assert kernels.count_whole(equation) == 1 and kernels.count_whole(equation_of()) == 0
-        assert [kernels.walked(block) for block in kernels.blocks(equation)] == [{}, {0: 0}]
+        assert (
+            kernels.count_index_operands(equation) == 1 and kernels.count_index_operands(equation_of()) == 0
+        )
+        assert [kernels.grid_dims(block) for block in kernels.block_mappings_of(equation)] == [{}, {0: 0}]
         assert [var.aval.shape for var in equation.invars] == [(4,), (16, 4)]
         assert [var.aval.shape for var in kernels.kernel_jaxpr(equation).invars] == [(4,), (4, 4), (4, 4)]
 
@@ -100,7 +102,7 @@ STEPS = {
 def test_which_steps_may_be_dealt(what: str) -> None:
     options, expected = STEPS[what]
     with contract(f'shows where of a kernel {what}', PURPOSE):
-        assert kernels.deals_rows(equation_of(**options), 0, 2) is expected
+        assert kernels.can_split_grid(equation_of(**options), 0, 2) is expected
 
 
 def test_what_a_kernel_writes() -> None:
@@ -114,23 +116,23 @@ def test_scratch_memory() -> None:
 
     with contract('has the scratch memory of a kernel, and which dimensions are parallel', PURPOSE):
         scratch: Any = {'scratch_shapes': [pltpu.VMEM((4, 4), jnp.float32)]}
-        assert not kernels.deals_rows(equation_of(adding, **scratch), 0, 2)
+        assert not kernels.can_split_grid(equation_of(adding, **scratch), 0, 2)
         said = pltpu.CompilerParams(dimension_semantics=('parallel',))
-        assert kernels.deals_rows(equation_of(adding, **scratch, compiler_params=said), 0, 2)
+        assert kernels.can_split_grid(equation_of(adding, **scratch, compiler_params=said), 0, 2)
 
 
 def test_dimensions_that_vmap_adds_are_apart() -> None:
     with contract('says which dimensions of a grid jax.vmap has added', PURPOSE):
         equation = equation_in('pallas_call', jax.vmap(kernel(numbered)), np.stack([X] * 2))
         [added] = [step for step, size in enumerate(kernels.grid(equation)) if size == 2]
-        assert kernels.deals_rows(equation, added, 2)
-        assert not kernels.deals_rows(equation, 1 - added, 2)
+        assert kernels.can_split_grid(equation, added, 2)
+        assert not kernels.can_split_grid(equation, 1 - added, 2)
 
 
 def test_operands_that_results_take_the_place_of() -> None:
     with contract('has input_output_aliases among the parameters of a kernel', PURPOSE):
-        assert kernels.deals_rows(equation_of(input_output_aliases={0: 0}), 0, 2)
-        assert not kernels.deals_rows(
+        assert kernels.can_split_grid(equation_of(input_output_aliases={0: 0}), 0, 2)
+        assert not kernels.can_split_grid(
             equation_of(doubled_rows, input_output_aliases={0: 0}, given=WHOLE), 0, 2
         )
 
@@ -142,13 +144,13 @@ def test_a_part_of_a_kernel_runs() -> None:
         equation = equation_of(interpret=True, cost_estimate=cost)
 
         def run_part(x: Any) -> Any:
-            params = {**equation.params, **kernels.part_params(equation, {0: 2})}
+            params = {**equation.params, **kernels.split_grid_params(equation, {0: 2})}
             return equation.primitive.bind(x, **params)
 
         results = jax.jit(run_part)(X[:8])
         np.testing.assert_array_equal(results[0], 2 * X[:8])
         part = equation_in('pallas_call', run_part, X[:8])
-        assert kernels.part_params(equation, {0: 2})['grid_mapping'].grid == (2,)
+        assert kernels.split_grid_params(equation, {0: 2})['grid_mapping'].grid == (2,)
         assert part.params['cost_estimate'].flops == 32
         assert kernels.grid(part) == (2,)
 
@@ -180,6 +182,6 @@ def test_the_sizes_of_attention_by_cudnn() -> None:
             equation = equation_in(name, jax.grad(loss), query, key)
             assert kernels.attention_sizes(equation) == (2 * 8 * 128 * 256, 64, 64)
             assert kernels.attention_heads_dim(equation) == 2
-            assert not kernels.drops_attention(equation)
+            assert not kernels.has_attention_dropout(equation)
             assert kernels.is_attention_gradient(equation) == ('bwd' in name)
             assert len(equation.invars) == (13 if 'bwd' in name else 10)

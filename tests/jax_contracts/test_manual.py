@@ -13,39 +13,39 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from scalax._jax.equations import (
     ANNOTATED_CALLS,
-    annotated,
-    exchanged_dims,
+    annotated_call_jaxpr,
+    collective_dims,
     has_effects,
     is_ordered,
-    manual_axes,
-    mapped_inputs,
-    mapped_mesh,
-    mapped_outputs,
+    is_partitioned_callback,
     name_stack,
-    opened,
-    takes_blocks,
+    open_jaxpr,
+    shard_map_in_specs,
+    shard_map_manual_axes,
+    shard_map_mesh_shape,
+    shard_map_out_specs,
+    sharding_callback,
     takes_refs,
-    told,
 )
 from scalax._jax.manual_axes import (
-    ManualCode,
+    ManualEquations,
     callbacks_nest,
     in_scope,
     is_backward,
-    is_vacuous,
+    is_noop_reshard,
     local_params,
-    remade,
+    params_with_jaxprs,
+    rebuild_jaxpr,
     scan_counts,
-    with_inner,
 )
 from scalax._jax.random_bits import bits_at, depends_on_indices
-from scalax._jax.rewriting import replaced, run
+from scalax._jax.rewriting import eval_jaxpr, replace_jaxpr
 
 MESH = AbstractMesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
 
 
 def traced(fun, *args):
-    return opened(jax.make_jaxpr(fun)(*args))
+    return open_jaxpr(jax.make_jaxpr(fun)(*args))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def traced(fun, *args):
 )
 def test_parameters_of_collectives_do_not_depend_on_shapes(function, shape, after):
     with jax.sharding.use_abstract_mesh(MESH):
-        code, like = ManualCode(MESH), traced(jnp.sin, jnp.ones(3)).eqns[0]
+        code, like = ManualEquations(MESH), traced(jnp.sin, jnp.ones(3)).eqns[0]
         operand = code.var(like.invars[0], shape)
         result = code.var(like.invars[0], after)
         found = code.exchange(function, object(), like, operand, result)
@@ -79,7 +79,7 @@ def test_parameters_of_collectives_do_not_depend_on_dtypes_or_ranks(dtype):
     ]
     functions += [lambda x: lax.psum(x, 'fsdp')] if dtype != 'bool' else []  # devices exchange no such sums
     with jax.sharding.use_abstract_mesh(MESH):
-        code, like = ManualCode(MESH), traced(lambda x: x | x, jnp.ones(3, 'int8')).eqns[0]
+        code, like = ManualEquations(MESH), traced(lambda x: x | x, jnp.ones(3, 'int8')).eqns[0]
         operand = traced(lambda x: x, jnp.ones((3, 16), dtype)).invars[0]
         templates = code.exchanges(functions, 4, object())
         expected = [code.equation(function, object(), like, [operand]) for function in functions]
@@ -92,7 +92,7 @@ def test_parameters_of_collectives_do_not_depend_on_dtypes_or_ranks(dtype):
 
 def test_barriers_have_no_parameters():
     with jax.sharding.use_abstract_mesh(MESH):
-        code, like = ManualCode(MESH), traced(jnp.sin, jnp.ones((3, 4), 'bfloat16')).eqns[0]
+        code, like = ManualEquations(MESH), traced(jnp.sin, jnp.ones((3, 4), 'bfloat16')).eqns[0]
         found = code.barrier(like, like.invars[0])
         expected = code.equation(lax.optimization_barrier, object(), like, like.invars)
     assert (found.primitive, found.params) == (expected.primitive, expected.params) and not found.params
@@ -107,7 +107,7 @@ def test_other_axes_stay_auto():
         return lax.with_sharding_constraint(x, PartitionSpec(None, 'tp'))
 
     with jax.sharding.use_abstract_mesh(mesh):
-        code, like = ManualCode(mesh, ['tp']), traced(jnp.sin, jnp.ones(3)).eqns[0]
+        code, like = ManualEquations(mesh, ['tp']), traced(jnp.sin, jnp.ones(3)).eqns[0]
         operand = code.var(like.invars[0], (3, 6))
         found = code.constraint(PartitionSpec(None, 'tp'), like, operand)
         mapped = jax.shard_map(
@@ -117,7 +117,7 @@ def test_other_axes_stay_auto():
             axis_names={'fsdp'},
             check_vma=False,
         )
-        expected, sine = opened(traced(mapped, jnp.ones((12, 6))).eqns[0].params['jaxpr']).eqns
+        expected, sine = open_jaxpr(traced(mapped, jnp.ones((12, 6))).eqns[0].params['jaxpr']).eqns
     assert found.params == expected.params
     assert found.outvars[0].aval == expected.outvars[0].aval
     assert code.local(like, [operand], [operand]).ctx == sine.ctx
@@ -140,20 +140,22 @@ def test_scans_with_one_constant_more(constants, carried, elements, results):
     body, [outer], [inner] = equation.params['jaxpr'], *[traced(jnp.sin, 1.0).invars for _ in range(2)]
     counts = scan_counts(constants + 1, carried, elements, len(equation.outvars) - carried)
     assert counts.keys() < equation.params.keys()
-    layer = remade(body, [inner, *opened(body).invars], opened(body).eqns, opened(body).outvars)
+    layer = rebuild_jaxpr(
+        body, [inner, *open_jaxpr(body).invars], open_jaxpr(body).eqns, open_jaxpr(body).outvars
+    )
     params = {**equation.params, **counts, 'jaxpr': layer}
     changed = equation.replace(invars=[outer, *equation.invars], params=params)
     eqns = [changed if eqn is equation else eqn for eqn in jaxpr.eqns]
-    new = replaced(jaxpr, invars=[outer, *jaxpr.jaxpr.invars], eqns=eqns)
+    new = replace_jaxpr(jaxpr, invars=[outer, *jaxpr.jaxpr.invars], eqns=eqns)
     flat = jax.tree.leaves(values)
-    for mine, other in zip(run(new, [0.0, *flat]), jax.tree.leaves(loop(*values)), strict=True):
+    for mine, other in zip(eval_jaxpr(new, [0.0, *flat]), jax.tree.leaves(loop(*values)), strict=True):
         np.testing.assert_allclose(mine, other)
 
 
 def test_calls_of_functions_that_are_traced():
     like = traced(jnp.sin, jnp.ones(3)).eqns[0]
     with jax.sharding.use_abstract_mesh(MESH):
-        code = ManualCode(MESH)
+        code = ManualEquations(MESH)
         operands = [code.var(like.invars[0], (3,)), code.var(like.invars[0], (2, 3)), code.scalar('int32')]
         call = code.called(lambda x, y, i: [y[i] + lax.psum(x, 'fsdp'), x], like, operands)
     assert [*call.invars] == operands and [x.aval.shape for x in call.outvars] == [(3,), (3,)]
@@ -181,8 +183,8 @@ def test_dimensions_that_an_exchange_keeps(name):
         function, mesh=MESH, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
     )
     [equation] = traced(mapped, jnp.ones((3, 8, 16))).eqns
-    equation = opened(equation.params['jaxpr']).eqns[0]
-    assert exchanged_dims(equation) == [expected]
+    equation = open_jaxpr(equation.params['jaxpr']).eqns[0]
+    assert collective_dims(equation) == [expected]
     shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     assert all(shapes[0][old] == shapes[1][new] for new, old in expected.items())
     assert not has_effects(equation)
@@ -199,10 +201,10 @@ def test_a_shard_map_says_its_axes_and_specs():
             **({} if axes is None else {'axis_names': axes}),
         )
         [equation] = traced(mapped, jnp.ones((8, 8))).eqns
-        assert manual_axes(equation) == (axes or {'a', 'b'})
-        assert [*mapped_mesh(equation).items()] == [('a', 4), ('b', 2)]
-        assert [*mapped_inputs(equation)] == [PartitionSpec('a')]
-        assert [*mapped_outputs(equation)] == [PartitionSpec(None, 'a')]
+        assert shard_map_manual_axes(equation) == (axes or {'a', 'b'})
+        assert [*shard_map_mesh_shape(equation).items()] == [('a', 4), ('b', 2)]
+        assert [*shard_map_in_specs(equation)] == [PartitionSpec('a')]
+        assert [*shard_map_out_specs(equation)] == [PartitionSpec(None, 'a')]
 
 
 @pytest.mark.parametrize('ordered', [False, True])
@@ -223,14 +225,14 @@ def test_callbacks_for_blocks_say_so():
     for partitioned in (False, True):
         call = functools.partial(jax.debug.callback, print, partitioned=partitioned)
         [equation] = traced(call, jnp.ones(())).eqns
-        assert takes_blocks(equation) == partitioned
+        assert is_partitioned_callback(equation) == partitioned
 
 
 def test_what_asks_for_a_sharding_has_the_function_that_is_told():
     [equation] = traced(lambda x: jax.debug.inspect_array_sharding(x, callback=print), jnp.ones(())).eqns
     assert equation.primitive.name == 'inspect_sharding'
     assert has_effects(equation)
-    assert told(equation) is print
+    assert sharding_callback(equation) is print
 
 
 def test_arrays_that_change_in_place_have_types_of_their_own():
@@ -251,7 +253,7 @@ def test_annotated_calls_have_their_jaxpr():
     for function in (custom, composite):
         [equation] = traced(function, jnp.ones(3)).eqns
         assert equation.primitive.name in ANNOTATED_CALLS
-        [sine] = opened(annotated(equation)).eqns
+        [sine] = open_jaxpr(annotated_call_jaxpr(equation)).eqns
         assert sine.primitive.name == 'sin'
 
 
@@ -267,7 +269,7 @@ def test_scopes_behind_all_others():
     after = in_scope(before, 'scalax(weight, 7)')
     assert name_stack(after) == f'{name_stack(before)}/scalax(weight, 7)'
     assert after.source_info.traceback is before.source_info.traceback
-    new = remade(jaxpr, jaxpr.invars, [*jaxpr.eqns[:-1], after], jaxpr.outvars)
+    new = rebuild_jaxpr(jaxpr, jaxpr.invars, [*jaxpr.eqns[:-1], after], jaxpr.outvars)
     lowered = jax.jit(lambda x: jax.core.eval_jaxpr(new, (), x)).lower(1.0)
     assert 'transpose(jvp(layer))/scalax(weight, 7)/' in lowered.as_text(debug_info=True)
 
@@ -276,11 +278,11 @@ def test_local_equations_run_in_a_shard_map():
     """Equations that were traced for all examples run on blocks, with other parameters."""
     jaxpr = traced(lambda x: jnp.broadcast_to(x[:, None], (16, 3)), jnp.ones(16))
     with jax.sharding.use_abstract_mesh(MESH):
-        code = ManualCode(MESH)
+        code = ManualEquations(MESH)
         operand, result = code.var(jaxpr.invars[0], (2,)), code.var(jaxpr.outvars[0], (2, 3))
         changed = local_params(jaxpr.eqns[-1], [(2,)], [(2, 3)])
         equation = code.local(jaxpr.eqns[-1], [operand], [result], **changed)
-    new = remade(jaxpr, [operand], [equation], [result])
+    new = rebuild_jaxpr(jaxpr, [operand], [equation], [result])
     assert [x.aval.shape for x in (*new.invars, *new.outvars)] == [(2,), (2, 3)]
 
 
@@ -310,7 +312,7 @@ def test_jaxprs_in_named_tuples_are_replaced():
 
     [equation] = [each for each in traced(solve, 1.0).eqns if each.primitive.name == 'custom_linear_solve']
     seen = []
-    assert with_inner(equation, lambda jaxpr: seen.append(jaxpr) or jaxpr) is not None
+    assert params_with_jaxprs(equation, lambda jaxpr: seen.append(jaxpr) or jaxpr) is not None
     assert seen
 
 
@@ -321,7 +323,7 @@ def test_reshards_of_constants_say_nothing():
     explicit = MESH.update(axis_types=(AxisType.Explicit,))
     with jax.sharding.use_abstract_mesh(explicit):
         [equation] = traced(moved, jax.ShapeDtypeStruct((8,), 'float32')).eqns
-    assert not is_vacuous(equation)
+    assert not is_noop_reshard(equation)
 
 
 @pytest.mark.parametrize('dtype', ['uint8', 'uint16', 'uint32'])
@@ -339,9 +341,9 @@ def test_whose_bits_depend_on_their_indices():
     def of(impl, shape=()):
         key = jax.random.key(0, impl=impl)
         jaxpr = jax.make_jaxpr(lambda key: jax.random.bits(key, shape))(key)
-        eqns = [*opened(jaxpr).eqns]
+        eqns = [*open_jaxpr(jaxpr).eqns]
         while eqns[-1].primitive.name == 'jit':
-            eqns = [*opened(eqns[-1].params['jaxpr']).eqns]
+            eqns = [*open_jaxpr(eqns[-1].params['jaxpr']).eqns]
         return [depends_on_indices(each) for each in eqns if each.primitive.name == 'random_bits']
 
     assert of('threefry2x32', (4,)) == [True]

@@ -20,11 +20,11 @@ from tests.support.contracts import contract
 
 NO_CLUSTER = """
 import jax
-from scalax._jax import messages
+from scalax._jax import error_texts
 try:
     jax.distributed.initialize()
 except ValueError as error:
-    print(messages.lacks_cluster(error))
+    print(error_texts.lacks_cluster(error))
 """
 
 

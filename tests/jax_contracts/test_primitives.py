@@ -13,7 +13,7 @@ import pytest
 from jax.experimental import pallas
 
 from scalax._jax import primitives
-from scalax._jax.equations import WITH_JAXPRS, equations
+from scalax._jax.equations import WITH_JAXPRS, all_equations
 from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jaxpr.dim_rules import RULES
 from tests.support.contracts import contract
@@ -65,7 +65,7 @@ def test_primitives_that_functions_make_are_those_listed() -> None:
         return jax.jit(jnp.sin)(x) @ jax.lax.scan(lambda c, y: (c + y, c), x[0], x)[1].T
 
     with contract('binds the primitives that it lists', 'to know them'):
-        for equation in equations(jax.make_jaxpr(fun)(np.ones((3, 3)))):
+        for equation in all_equations(jax.make_jaxpr(fun)(np.ones((3, 3)))):
             assert primitive_name(equation) == equation.primitive.name
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from examples.launch.ports import held_port
-from scalax._jax.device_queue import finish, last_program, unfinished
+from scalax._jax.device_queue import drain, fence_program, pending_arrays
 from tests.support.contracts import contract
 
 LONGEST_S = 100
@@ -50,8 +50,8 @@ class Waiting:
 @pytest.mark.parametrize('in_a_thread', [False, True])
 def test_the_last_program_runs_after_those_whose_results_were_dropped(in_a_thread: bool) -> None:
     waiting = Waiting()
-    last_program(waiting.devices)().block_until_ready()  # compiled: what takes time below is the wait
-    last = threading.Thread(target=lambda: last_program(waiting.devices)().block_until_ready(), daemon=True)
+    fence_program(waiting.devices)().block_until_ready()  # compiled: what takes time below is the wait
+    last = threading.Thread(target=lambda: fence_program(waiting.devices)().block_until_ready(), daemon=True)
     try:
         with contract('runs programs of a device in their order', 'to wait at exit for what was dropped'):
             if in_a_thread:
@@ -74,13 +74,13 @@ def test_unfinished_are_the_arrays_that_are_not_computed_yet() -> None:
     try:
         with contract('says which arrays are not computed yet', 'to name them at exit'):
             result = waiting.start()
-            moving = unfinished('cpu')
+            moving = pending_arrays('cpu')
             assert any(array is result for array in moving)
             assert not any(array is waiting.rows for array in moving)
     finally:
         waiting.may_end.set()
     result.block_until_ready()
-    assert not any(array is result for array in unfinished('cpu'))
+    assert not any(array is result for array in pending_arrays('cpu'))
 
 
 def test_what_fails_is_told_and_the_rest_is_waited_for() -> None:
@@ -95,7 +95,7 @@ def test_what_fails_is_told_and_the_rest_is_waited_for() -> None:
         with contract('raises where an array is waited for that never comes', 'to go on at exit'):
             result = failing(waiting.rows)
             threading.Timer(0.5, waiting.may_end.set).start()
-            [(arrays, error)] = finish('cpu')
+            [(arrays, error)] = drain('cpu')
             assert len(arrays) == 1 and arrays[0] is result
             assert 'lost' in str(error)
     finally:

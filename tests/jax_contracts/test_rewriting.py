@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalax._jax import rewriting
-from scalax._jax.equations import called, equations, loop_of, opened
+from scalax._jax.equations import all_equations, call_jaxpr, loop_of, open_jaxpr
 from scalax._jax.tracing import trace_context
 from scalax._jaxpr.source_lines import line_of
 from tests.support.contracts import contract, equation_in
@@ -27,15 +27,15 @@ def mesh() -> Mesh:
 def test_jaxprs_take_other_equations_and_results() -> None:
     with contract('lets the equations and results of a jaxpr be replaced', 'to constrain values'):
         jaxpr = jax.make_jaxpr(lambda x: jnp.sin(jnp.cos(x)))(X)
-        first = opened(jaxpr).eqns[0]
-        changed = rewriting.replaced(jaxpr, eqns=[first], outvars=first.outvars)
+        first = open_jaxpr(jaxpr).eqns[0]
+        changed = rewriting.replace_jaxpr(jaxpr, eqns=[first], outvars=first.outvars)
         assert type(changed) is type(jaxpr)
-        np.testing.assert_array_equal(rewriting.run(changed, [X])[0], jnp.cos(X))
+        np.testing.assert_array_equal(rewriting.eval_jaxpr(changed, [X])[0], jnp.cos(X))
 
 
 def test_equations_take_other_operands() -> None:
     with contract('lets the operands of an equation be replaced', 'to constrain values'):
-        jaxpr = opened(jax.make_jaxpr(lambda x, y: x - y)(X, X))
+        jaxpr = open_jaxpr(jax.make_jaxpr(lambda x, y: x - y)(X, X))
         [equation] = jaxpr.eqns
         assert rewriting.with_operands(equation, jaxpr.invars[::-1]).invars == jaxpr.invars[::-1]
         assert equation.invars == jaxpr.invars
@@ -44,11 +44,11 @@ def test_equations_take_other_operands() -> None:
 def test_equations_read_other_variables() -> None:
     with contract('lets the operands of equations be new variables', 'to take loops over layers apart'):
         jaxpr = jax.make_jaxpr(lambda x: (jnp.sin(x) * 2, jnp.sin(x)))(X)
-        inner = opened(jaxpr)
-        changed, [new] = rewriting.reading_others(jaxpr, [inner.eqns[0].outvars[0]])
-        assert opened(changed).eqns[0].outvars == inner.eqns[0].outvars
-        rest = rewriting.part_of(changed, [new], opened(changed).outvars[:1])
-        np.testing.assert_array_equal(rewriting.run(rest, [X])[0], X * 2)
+        inner = open_jaxpr(jaxpr)
+        changed, [new] = rewriting.substitute_vars(jaxpr, [inner.eqns[0].outvars[0]])
+        assert open_jaxpr(changed).eqns[0].outvars == inner.eqns[0].outvars
+        rest = rewriting.extract_subjaxpr(changed, [new], open_jaxpr(changed).outvars[:1])
+        np.testing.assert_array_equal(rewriting.eval_jaxpr(rest, [X])[0], X * 2)
 
 
 HOLDERS = {
@@ -68,16 +68,18 @@ def test_equations_take_other_jaxprs(name: str) -> None:
         if name == 'cond':
             inner = [jax.make_jaxpr(jnp.cos)(X)] * 2
         elif name in ('scan', 'while'):
-            assert opened(loop_of(equation).body).eqns[0].primitive.name == 'sin'
+            assert open_jaxpr(loop_of(equation).body).eqns[0].primitive.name == 'sin'
             inner = [jax.make_jaxpr(jnp.cos)(X)]
         else:
             closed = jax.make_jaxpr(jnp.cos)(X)
-            inner = [closed if hasattr(called(equation), 'consts') else opened(closed)]
-        [own] = [each for each in opened(jaxpr).eqns if each.primitive.name == name]
-        eqns = [rewriting.with_jaxprs(each, *inner) if each is own else each for each in opened(jaxpr).eqns]
-        changed = rewriting.replaced(jaxpr, eqns=eqns)
+            inner = [closed if hasattr(call_jaxpr(equation), 'consts') else open_jaxpr(closed)]
+        [own] = [each for each in open_jaxpr(jaxpr).eqns if each.primitive.name == name]
+        eqns = [
+            rewriting.with_jaxprs(each, *inner) if each is own else each for each in open_jaxpr(jaxpr).eqns
+        ]
+        changed = rewriting.replace_jaxpr(jaxpr, eqns=eqns)
         expected = X if name == 'while' else jnp.cos(X)
-        np.testing.assert_array_equal(rewriting.run(changed, [X])[0], expected)
+        np.testing.assert_array_equal(rewriting.eval_jaxpr(changed, [X])[0], expected)
 
 
 def test_a_constraint_depends_on_sharding_rank_and_trace_context_only(mesh: Mesh) -> None:
@@ -91,7 +93,7 @@ def test_a_constraint_depends_on_sharding_rank_and_trace_context_only(mesh: Mesh
     ):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             own = equation_in('sharding_constraint', constrained, np.ones((16, 3), np.int8))
-            made = rewriting.constraint(own.invars[0], sharding, own, trace_context())
+            made = rewriting.make_constraint(own.invars[0], sharding, own, trace_context())
         assert made.ctx == own.ctx
         assert made.params == own.params and made.primitive is own.primitive
         assert made.outvars[0].aval == made.invars[0].aval and made.source_info is own.source_info
@@ -99,23 +101,23 @@ def test_a_constraint_depends_on_sharding_rank_and_trace_context_only(mesh: Mesh
 
 def test_what_is_kept_of_constraints_is_of_one_mesh_in_force(mesh: Mesh) -> None:
     sharding = NamedSharding(mesh, P('x'))
-    [equation] = opened(jax.make_jaxpr(jnp.sin)(X)).eqns
+    [equation] = open_jaxpr(jax.make_jaxpr(jnp.sin)(X)).eqns
     with contract('tells traces under other meshes apart', 'to keep equations of constraints'):
         for ambient in (mesh.abstract_mesh, AbstractMesh((), ()), mesh.abstract_mesh):
             with jax.sharding.use_abstract_mesh(ambient):
-                made = rewriting.constraint(equation.invars[0], sharding, equation, trace_context())
+                made = rewriting.make_constraint(equation.invars[0], sharding, equation, trace_context())
             assert made.ctx.cur_abstract_mesh == ambient
 
 
 def test_a_constraint_that_is_made_is_one(mesh: Mesh) -> None:
     with contract('runs a constraint whose result is a new variable', 'to constrain values'):
         jaxpr = jax.make_jaxpr(jnp.sin)(X)
-        [equation] = opened(jaxpr).eqns
-        made = rewriting.constraint(
+        [equation] = open_jaxpr(jaxpr).eqns
+        made = rewriting.make_constraint(
             equation.outvars[0], NamedSharding(mesh, P('x')), equation, trace_context()
         )
-        changed = rewriting.replaced(jaxpr, eqns=[equation, made], outvars=made.outvars)
-        result = jax.jit(lambda x: rewriting.run_as_one(changed, [x], 'f'))(X)[0]
+        changed = rewriting.replace_jaxpr(jaxpr, eqns=[equation, made], outvars=made.outvars)
+        result = jax.jit(lambda x: rewriting.bind_as_jit(changed, [x], 'f'))(X)[0]
         assert result.sharding.is_equivalent_to(NamedSharding(mesh, P('x')), 1)
         np.testing.assert_allclose(result, jnp.sin(X), rtol=1e-6)
 
@@ -124,19 +126,19 @@ def test_what_is_kept_of_constraints_is_of_one_trace_context(mesh: Mesh) -> None
     from jax.experimental.xla_metadata import set_xla_metadata
 
     sharding = NamedSharding(mesh, P('x'))
-    [equation] = opened(jax.make_jaxpr(jnp.sin)(X)).eqns
+    [equation] = open_jaxpr(jax.make_jaxpr(jnp.sin)(X)).eqns
     with contract('tells traces with other metadata apart', 'to keep equations of constraints'):
         with set_xla_metadata(tag='mine'):
-            rewriting.constraint(equation.invars[0], sharding, equation, trace_context())
-            rewriting.run_as_one(jax.make_jaxpr(jnp.sin)(X), [X], 'f')
-        later = rewriting.constraint(equation.invars[0], sharding, equation, trace_context())
+            rewriting.make_constraint(equation.invars[0], sharding, equation, trace_context())
+            rewriting.bind_as_jit(jax.make_jaxpr(jnp.sin)(X), [X], 'f')
+        later = rewriting.make_constraint(equation.invars[0], sharding, equation, trace_context())
         assert not later.ctx.xla_metadata
 
 
 def test_an_equation_is_made_of_a_function() -> None:
     with contract('makes one equation of a function of one operation', 'to run kernels on their rows'):
         like = equation_in('sin', jnp.sin, X)
-        made = rewriting.equation_of(jnp.cos, like)
+        made = rewriting.trace_equation(jnp.cos, like)
         assert made.primitive.name == 'cos'
         assert (made.invars, made.outvars, made.source_info) == (like.invars, like.outvars, like.source_info)
 
@@ -146,9 +148,9 @@ def test_values_of_an_outer_trace_become_inputs() -> None:
 
         def outer(y: Any) -> Any:
             jaxpr = jax.make_jaxpr(lambda x: x * y + table)(X)
-            closed, captured = rewriting.with_inputs(jaxpr)
-            assert len(captured) == 1 and len(opened(closed).invars) == 2
-            return rewriting.run(closed, [X, *captured])[0]
+            closed, captured = rewriting.lift_captured_tracers(jaxpr)
+            assert len(captured) == 1 and len(open_jaxpr(closed).invars) == 2
+            return rewriting.eval_jaxpr(closed, [X, *captured])[0]
 
         table = jnp.arange(8.0) ** 2
         np.testing.assert_allclose(jax.jit(outer)(np.float32(3)), X * 3 + table)
@@ -158,7 +160,7 @@ def test_jaxprs_run_with_other_constants() -> None:
     table = jnp.ones(8)
     with contract('runs a jaxpr with other constants', 'to run operations on blocks'):
         jaxpr = jax.make_jaxpr(lambda x: x + table)(X)
-        [result] = rewriting.run(jaxpr, [X], [2 * table])
+        [result] = rewriting.eval_jaxpr(jaxpr, [X], [2 * table])
         np.testing.assert_array_equal(result, X + 2)
 
 
@@ -178,12 +180,12 @@ def test_a_jaxpr_runs_as_one_equation() -> None:
         jaxpr = jax.make_jaxpr(lambda a, b, c: (jnp.sin(a) * b, c))(X, X, X)
 
         def fun(*operands: Any) -> Any:
-            return rewriting.run_as_one(jaxpr, operands, 'users')
+            return rewriting.bind_as_jit(jaxpr, operands, 'users')
 
         equation = equation_in('jit', fun, X, X, X)
-        assert opened(called(equation)).eqns == opened(jaxpr).eqns
+        assert open_jaxpr(call_jaxpr(equation)).eqns == open_jaxpr(jaxpr).eqns
         assert equation.params['name'] == 'users'
-        assert [each.primitive.name for each in equations(jaxpr)] == ['sin', 'mul']
+        assert [each.primitive.name for each in all_equations(jaxpr)] == ['sin', 'mul']
         np.testing.assert_allclose(jax.jit(fun)(X, X, X)[0], np.sin(X) * X, rtol=1e-6)
         gradient = jax.grad(lambda x: fun(x, X, X)[0].sum())(X)
         np.testing.assert_allclose(gradient, np.cos(X) * X, rtol=1e-5, atol=1e-6)
@@ -194,14 +196,14 @@ def test_a_call_of_a_jaxpr_comes_in_place_of_an_equation() -> None:
         table = jnp.arange(3.0)
         jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(X)
         other = jax.make_jaxpr(lambda x: x.at[..., 0].add(table.sum()))(X)
-        [equation, last] = opened(jaxpr).eqns
-        call = rewriting.called_instead(equation, other, equation.invars)
+        [equation, last] = open_jaxpr(jaxpr).eqns
+        call = rewriting.replace_by_jit(equation, other, equation.invars)
         assert (call.primitive.name, call.params['name']) == ('jit', 'sin')
-        [result] = rewriting.run(rewriting.replaced(jaxpr, eqns=[call, last]), [X])
+        [result] = rewriting.eval_jaxpr(rewriting.replace_jaxpr(jaxpr, eqns=[call, last]), [X])
         np.testing.assert_allclose(result, 2 * np.asarray([3, *X[1:]]))
     with contract('takes the line of an equation from its source', 'to name the line of the user'):
-        inner = rewriting.in_line_of(other, equation)
-        assert {line_of(each) for each in opened(inner).eqns} == {line_of(equation)}
+        inner = rewriting.with_source_of(other, equation)
+        assert {line_of(each) for each in open_jaxpr(inner).eqns} == {line_of(equation)}
 
 
 def test_constants_are_in_the_order_of_their_variables() -> None:
@@ -221,13 +223,13 @@ def test_an_equation_stays_where_a_primitive_is_not_mapped() -> None:
         )[:, 0]
 
     with contract('raises NotImplementedError where jax.vmap has no rule', 'to leave such loops alone'):
-        assert rewriting.equation_if_mapped(jax.jit(jnp.cos), like) is not None
-        assert rewriting.equation_if_mapped(jax.jit(mapped), like) is None
+        assert rewriting.trace_equation_if_supported(jax.jit(jnp.cos), like) is not None
+        assert rewriting.trace_equation_if_supported(jax.jit(mapped), like) is None
 
 
 def test_an_equation_is_bound_to_other_operands() -> None:
     def bound(x: Any) -> Any:
-        return rewriting.bound(equation_in('reduce_sum', lambda x: x.sum(1), np.ones((2, 3))), x)
+        return rewriting.rebind(equation_in('reduce_sum', lambda x: x.sum(1), np.ones((2, 3))), x)
 
     with contract('binds an equation with its own parameters', 'to run it on parts of its operands'):
         np.testing.assert_array_equal(jax.jit(bound)(np.ones((4, 3))), np.full(4, 3.0))
@@ -239,11 +241,11 @@ def test_a_part_of_a_jaxpr_is_one() -> None:
         return jnp.sin(doubled) + y, jnp.cos(y)
 
     jaxpr = jax.make_jaxpr(fun)(X, X)
-    doubled, sine, *_ = opened(jaxpr).eqns
+    doubled, sine, *_ = open_jaxpr(jaxpr).eqns
     with contract('lets a jaxpr have other arguments and results', 'to run a part of it'):
-        part = rewriting.part_of(jaxpr, doubled.outvars, sine.outvars)
-        assert len(opened(part).eqns) == 1
-        np.testing.assert_allclose(rewriting.run(part, [X])[0], np.sin(X), rtol=1e-6)
+        part = rewriting.extract_subjaxpr(jaxpr, doubled.outvars, sine.outvars)
+        assert len(open_jaxpr(part).eqns) == 1
+        np.testing.assert_allclose(rewriting.eval_jaxpr(part, [X])[0], np.sin(X), rtol=1e-6)
 
 
 def test_a_jaxpr_is_flattened() -> None:
@@ -257,21 +259,21 @@ def test_a_jaxpr_is_flattened() -> None:
 
     jaxpr = jax.make_jaxpr(fun)(np.ones(4, np.float32))
     with contract('lets equations be copied, with other variables', 'to see what is sorted and put back'):
-        flat = rewriting.flattened(jaxpr, {'iota', 'convert_element_type', 'mul', 'add'})
-        names = [each.primitive.name for each in opened(flat).eqns]
-        [loop] = [each for each in opened(flat).eqns if each.primitive.name == 'scan']
-        inside = [each.primitive.name for each in opened(loop_of(loop).body).eqns]
+        flat = rewriting.inline_and_sink_constants(jaxpr, {'iota', 'convert_element_type', 'mul', 'add'})
+        names = [each.primitive.name for each in open_jaxpr(flat).eqns]
+        [loop] = [each for each in open_jaxpr(flat).eqns if each.primitive.name == 'scan']
+        inside = [each.primitive.name for each in open_jaxpr(loop_of(loop).body).eqns]
         assert 'jit' not in names and inside[0] == 'iota' and 'jit' not in inside
         x = np.linspace(0, 1, 4, dtype=np.float32)
-        np.testing.assert_allclose(rewriting.run(flat, [x])[0], fun(x), rtol=1e-6)
+        np.testing.assert_allclose(rewriting.eval_jaxpr(flat, [x])[0], fun(x), rtol=1e-6)
 
 
 @pytest.mark.parametrize('fun', [jnp.sin, lambda x: x + x, lambda x: jnp.sort(x), lambda x: jnp.split(x, 2)])
 def test_an_equation_is_run(fun: Any) -> None:
     x = np.linspace(0, 1, 4, dtype=np.float32)
-    [equation] = opened(rewriting.with_inlined(jax.make_jaxpr(fun)(x), lambda call: True)).eqns
+    [equation] = open_jaxpr(rewriting.inline_calls(jax.make_jaxpr(fun)(x), lambda call: True)).eqns
     with contract('makes a jaxpr of one equation', 'to run steps equation by equation'):
-        found = rewriting.run_equation(equation, [x] * len(equation.invars))
+        found = rewriting.eval_equation(equation, [x] * len(equation.invars))
         np.testing.assert_array_equal(found, jax.tree.leaves(fun(x)))
 
 
@@ -299,7 +301,9 @@ def test_an_equation_runs_with_other_sizes(name: str, mesh: Mesh) -> None:
     equation = equation_in(name, fun, MANY, *others)
 
     def run(x: Any) -> Any:
-        return rewriting.run_here(equation, [x, *others], **rewriting.resized(equation, 0, dim, 3))
+        return rewriting.eval_on_ambient_mesh(
+            equation, [x, *others], **rewriting.resized_params(equation, 0, dim, 3)
+        )
 
     with contract('lets equations run with other sizes in their parameters', 'to run them on fewer rows'):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -317,7 +321,7 @@ def test_an_equation_has_other_results() -> None:
 def test_an_equation_is_added() -> None:
     like = equation_in('sin', jnp.sin, X)
     with contract('makes one equation of a function of one operation', 'to add it to a jaxpr'):
-        added = rewriting.added_equation(jnp.cos, like, like.outvars)
+        added = rewriting.trace_added_equation(jnp.cos, like, like.outvars)
         assert added.primitive.name == 'cos' and added.invars == like.outvars
         assert added.outvars[0].aval.shape == X.shape
 
@@ -330,7 +334,7 @@ def test_an_added_loop_takes_what_it_closes_over_in_its_own_order() -> None:
         return jax.lax.scan(lambda carried, _: (carried * y + x, None), first, length=2)[0]
 
     with contract('makes one equation of a loop', 'to add it to a jaxpr'):
-        added = rewriting.added_equation(looped, like, [*given, like.invars[0]])
+        added = rewriting.trace_added_equation(looped, like, [*given, like.invars[0]])
         assert added.primitive.name == 'scan'
         # The body multiplies first.
         assert [*map(id, added.invars)] == [id(given[1]), id(given[0]), id(like.invars[0])]
@@ -344,7 +348,7 @@ def test_rows_that_are_looked_up_one_by_one_keep_their_sizes() -> None:
     with contract(
         'has slices of one element along dimensions that indices have too', 'to look up fewer rows'
     ):
-        assert rewriting.resized(equation, 0, 0, 3) == {}
+        assert rewriting.resized_params(equation, 0, 0, 3) == {}
 
 
 def test_equations_inside_are_rewritten() -> None:
@@ -355,12 +359,14 @@ def test_equations_inside_are_rewritten() -> None:
     def cosine(equation: Any) -> Any:
         names = {'sin': jnp.cos}
         own = names.get(equation.primitive.name)
-        return equation if own is None else rewriting.equation_of(own, equation)
+        return equation if own is None else rewriting.trace_equation(own, equation)
 
     jaxpr = jax.make_jaxpr(fun)(X)
     with contract('takes other jaxprs for calls, loops and branches', 'to change equations inside'):
         changed = rewriting.Rewriter(cosine).jaxpr(jaxpr)
-        np.testing.assert_allclose(rewriting.run(changed, [X + 1])[0], np.cos(np.cos(X + 1)), rtol=1e-6)
+        np.testing.assert_allclose(
+            rewriting.eval_jaxpr(changed, [X + 1])[0], np.cos(np.cos(X + 1)), rtol=1e-6
+        )
         assert rewriting.Rewriter(lambda each: each).jaxpr(jaxpr) is jaxpr
 
 
@@ -374,8 +380,14 @@ def test_calls_are_inlined() -> None:
 
     jaxpr = jax.make_jaxpr(fun)(X)
     with contract('lets equations have other operands and results', 'to inline calls'):
-        inlined = rewriting.with_inlined(jaxpr, lambda each: True)
-        assert [each.primitive.name for each in opened(inlined).eqns] == ['cos', 'sin', 'add', 'cos', 'sin']
+        inlined = rewriting.inline_calls(jaxpr, lambda each: True)
+        assert [each.primitive.name for each in open_jaxpr(inlined).eqns] == [
+            'cos',
+            'sin',
+            'add',
+            'cos',
+            'sin',
+        ]
         expected = jax.tree.leaves(fun(X))
-        for one, other in zip(rewriting.run(inlined, [X]), expected, strict=True):
+        for one, other in zip(rewriting.eval_jaxpr(inlined, [X]), expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6)

@@ -24,7 +24,7 @@ def test_xla_takes_what_is_in_the_padding_of_updates_for_updates() -> None:
 
     def mended(groups: jax.Array) -> jax.Array:
         jaxpr = apply_workarounds(jax.make_jaxpr(counts)(groups), mesh, [], name='f')
-        [result] = rewriting.run(jaxpr, [groups])
+        [result] = rewriting.eval_jaxpr(jaxpr, [groups])
         return result
 
     expected = counts(groups)

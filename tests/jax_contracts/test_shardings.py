@@ -19,9 +19,9 @@ def test_entries_of_specs() -> None:
 
 def test_kinds_of_sums() -> None:
     with contract('has the kinds of sums as an enum, and "sum" where nothing is said', 'to save reports'):
-        assert shardings.sums_kind(P(unreduced={'a'})) == 'sum'
-        for name, kind in shardings.kinds_of_sums().items():
-            assert shardings.sums_kind(P(unreduced={'a'}, unreduced_kind=kind)) == name
+        assert shardings.unreduced_kind(P(unreduced={'a'})) == 'sum'
+        for name, kind in shardings.unreduced_kinds().items():
+            assert shardings.unreduced_kind(P(unreduced={'a'}, unreduced_kind=kind)) == name
 
 
 def test_versions_that_deleted_arguments_end() -> None:
@@ -39,10 +39,12 @@ def test_programs_learn_their_devices(has_devices: bool) -> None:
         def fun(x):
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 x = jax.lax.with_sharding_constraint(x, P('x'))
-                return shardings.asking_for_devices(x, known) if ask else x
+                return shardings.compile_for_devices(x, known) if ask else x
 
         return jax.jit(fun).trace(np.ones(8, np.float32)).lower(lowering_platforms=('cpu',)).as_text()
 
     with contract('takes the devices of a program from what is in it', 'to run on all of a mesh'):
         assert 'num_partitions = 8' in program(ask=True)
-    assert shardings.unconstrained(np.ones((2, 3)), known).spec == P(P.UNCONSTRAINED, P.UNCONSTRAINED)
+    assert shardings.unconstrained_sharding(np.ones((2, 3)), known).spec == P(
+        P.UNCONSTRAINED, P.UNCONSTRAINED
+    )

@@ -21,7 +21,7 @@ def test_arrays_are_fetched_from_a_program_that_offers_them() -> None:
         sent.append(jax.device_put(jnp.float32(3), second))
         structs = [(array.shape, array.dtype, second) for array in sent]
         got = transfer.fetch(connection, transfer.offer(server, sent), structs)
-        assert transfer.come(got, 60)
+        assert transfer.wait_ready(got, 60)
         for one, other in zip(got, sent, strict=True):
             assert one.devices() == {second}
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
@@ -35,10 +35,10 @@ def test_what_nobody_has_offered_is_not_ready(monkeypatch: pytest.MonkeyPatch) -
         connection = server.connect(server.address())
         number = (1 << 64) - 1
         coming = transfer.fetch(connection, number, [(sent.shape, sent.dtype, device)])
-        assert not transfer.come(coming, 0.2)
+        assert not transfer.wait_ready(coming, 0.2)
         monkeypatch.setattr(transfer.secrets, 'randbits', lambda bits: (1 << bits) - 1)
         assert transfer.offer(server, [sent]) == number
-        assert transfer.come(coming, 60)
+        assert transfer.wait_ready(coming, 60)
         np.testing.assert_array_equal(np.asarray(coming[0]), [0, 1, 2])
 
 
@@ -50,8 +50,8 @@ def test_what_was_fetched_is_gone() -> None:
         connection = server.connect(server.address())
         number = transfer.offer(server, [sent])
         structs = [(sent.shape, sent.dtype, device)]
-        assert transfer.come(transfer.fetch(connection, number, structs), 60)
-        assert not transfer.come(transfer.fetch(connection, number, structs), 0.2)
+        assert transfer.wait_ready(transfer.fetch(connection, number, structs), 60)
+        assert not transfer.wait_ready(transfer.fetch(connection, number, structs), 0.2)
 
 
 def test_numbers_cannot_be_guessed() -> None:

@@ -3,7 +3,7 @@
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
 
-from scalax._jaxpr.dim_sharding import UNSHARDED, along, axes_of, merged, of_dims, of_sharding, without
+from scalax._jaxpr.dim_sharding import UNSHARDED, axes_of, merged, of_dims, of_sharding, only_along, without
 from scalax.sharding import PartitionSpec as P
 
 SIZES = {'data': 2, 'fsdp': 4, 'one': 1}
@@ -46,5 +46,5 @@ def test_mesh_axes():
     assert axes_of((D + F, F)) == {'data', 'fsdp'}
     assert without((D + F, F), {'fsdp'}) == (D, ())
     assert without((F,), {'fsdp'}) == UNSHARDED
-    assert along((D + F, D, ()), frozenset(F)) == (D + F, (), ())
-    assert along((D,), frozenset(F)) == UNSHARDED
+    assert only_along((D + F, D, ()), frozenset(F)) == (D + F, (), ())
+    assert only_along((D,), frozenset(F)) == UNSHARDED

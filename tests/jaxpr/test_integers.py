@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from scalax._jaxpr.dim_rules import ELEMENTWISE
-from scalax._jaxpr.static_integers import OPERATIONS, Integers
+from scalax._jaxpr.static_integers import INTEGER_OPS, StaticIntegers
 
 X = np.array([-7, -1, 0, 3, 100, 2**31 - 1], np.int32)
 Y = np.array([2, -3, 5, 1, 7, 2], np.int32)
@@ -28,13 +28,13 @@ def known(fun, *arguments, iotas=False):
     """What is known of the result of a function whose arguments have these integers."""
     shapes = [jax.ShapeDtypeStruct(shape, 'int32') for shape, _ in arguments]
     jaxpr = jax.make_jaxpr(fun)(*shapes).jaxpr
-    integers = Integers(jaxpr, iotas=iotas)
+    integers = StaticIntegers(jaxpr, iotas=iotas)
     integers.note(jaxpr.invars, [values for _, values in arguments])
     return integers.of(jaxpr.outvars[0])
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize('name', sorted(ELEMENTWISE & OPERATIONS.keys()))
+@pytest.mark.parametrize('name', sorted(ELEMENTWISE & INTEGER_OPS.keys()))
 def test_operations_are_those_of_jax(name):
     def fun(x, y):
         return getattr(lax, name)(x) if name in UNARY else FUNCTIONS.get(name, getattr(lax, name, None))(x, y)

@@ -6,7 +6,7 @@ import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from scalax._jax.equations import equations, shape_of
+from scalax._jax.equations import all_equations, shape_of
 from tests.spmd.test_partition import array
 from tests.support.partitioned import FSDP, HSDP, TP, P, assert_equal, collectives, partitioned
 
@@ -145,6 +145,6 @@ def test_another_axis_shards_the_heads(name):
     specs = [P(None, 'tp') if each == 'bias' else P('tp', 'fsdp') for each in sorted(weights)]
     step, run = partitioned(with_gradient(fun), weights, X, TP, specs=specs)
     assert_equal(run(), jax.jit(with_gradient(fun))(weights, X))
-    for each in equations(step.jaxpr):
+    for each in all_equations(step.jaxpr):
         if each.primitive in (FORWARD, BACKWARD):
             assert [shape_of(atom) for atom in each.invars[:3]] == [(BATCH // 4, TIME, HEADS // 2, WIDTH)] * 3

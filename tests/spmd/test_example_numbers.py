@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from scalax._jax.equations import equations
+from scalax._jax.equations import all_equations
 from scalax._spmd.rewrites.indices_by_example import LOOKUPS, batch_example_indices
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -113,7 +113,7 @@ def test_rewritten_look_ups_of_random_shapes_have_equal_values(seed):
 
     x, updates = jnp.asarray(rng.normal(size=shape), 'f'), jnp.asarray(rng.normal(size=sizes), 'f')
     rewritten = batch_example_indices(jax.make_jaxpr(lookup)(x, updates), None)
-    lookups = [equation for equation in equations(rewritten) if equation.primitive.name in LOOKUPS]
+    lookups = [equation for equation in all_equations(rewritten) if equation.primitive.name in LOOKUPS]
     assert len(lookups) == 2
     for equation in lookups:
         assert (*equation.params['dimension_numbers'].operand_batching_dims,) == (*counted,)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from scalax._jax.equations import opened
+from scalax._jax.equations import open_jaxpr
 from tests.support.partitioned import P, assert_equal, collectives, partitioned, state_spec
 
 pytestmark = pytest.mark.medium
@@ -59,7 +59,7 @@ def with_momentum(loss):
 
 
 def eqns_before_the_last_loop(step):
-    eqns = opened(step.jaxpr).eqns
+    eqns = open_jaxpr(step.jaxpr).eqns
     names = [eqn.primitive.name for eqn in eqns]
     last = len(names) - 1 - names[::-1].index('scan')
     return eqns[:last], eqns[last]

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from scalax._jax.equations import equations
+from scalax._jax.equations import all_equations
 from scalax._spmd.rewrites.indexed_loops import with_stacks
 from tests.support.partitioned import assert_equal, collectives, partitioned
 
@@ -150,7 +150,7 @@ def stacked(fun):
     before, jaxpr = None, jax.make_jaxpr(fun)(W, X)
     while jaxpr is not before:
         before, jaxpr = jaxpr, with_stacks(jaxpr)
-    return jaxpr_as_fun(jaxpr), INDEXING.intersection(each.primitive.name for each in equations(jaxpr))
+    return jaxpr_as_fun(jaxpr), INDEXING.intersection(each.primitive.name for each in all_equations(jaxpr))
 
 
 @pytest.mark.medium
@@ -215,7 +215,7 @@ def test_small_integers_count_from_the_start_again(dtype):
         return lax.scan(step, (jnp.asarray(0, dtype), jnp.zeros(8)), jnp.arange(len(x)))
 
     jaxpr = with_stacks(jax.make_jaxpr(fun)(x))
-    assert INDEXING.isdisjoint(each.primitive.name for each in equations(jaxpr))
+    assert INDEXING.isdisjoint(each.primitive.name for each in all_equations(jaxpr))
     for a, b in zip(jaxpr_as_fun(jaxpr)(x), jax.tree.leaves(fun(jnp.asarray(x))), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=1e-5)

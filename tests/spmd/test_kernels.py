@@ -8,7 +8,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from scalax._jax.equations import equations
+from scalax._jax.equations import all_equations
 from scalax.sharding import BatchPartitioning, MeshShardingHelper
 from tests.spmd.test_partition import array
 from tests.support import tpu_compiler
@@ -156,7 +156,7 @@ def sums_in_place(x, total):
 
 
 def kernels(step):
-    return [each for each in equations(step.jaxpr) if each.primitive.name == 'pallas_call']
+    return [each for each in all_equations(step.jaxpr) if each.primitive.name == 'pallas_call']
 
 
 def check(fun, mesh=FSDP):

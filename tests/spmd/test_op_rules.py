@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from scalax._jax.equations import CALLS, Literal, called, opened, shape_of
+from scalax._jax.equations import CALLS, Literal, call_jaxpr, open_jaxpr, shape_of
 from scalax._jax.manual_axes import local_params
-from scalax._jax.rewriting import bound
+from scalax._jax.rewriting import rebind
 from scalax._spmd.placements.op_rules import Op, strategy
 from scalax._spmd.placements.placement import REPLICATE, SUM, Partial, Shard, local_shape
 
@@ -173,10 +173,10 @@ def equation_of(name):
     """The equation of a case; its function may have others before it, of constants alone."""
     fun, *operands = CASES[name]
     shapes = [each if isinstance(each[0], tuple) else (each, F) for each in operands]
-    jaxpr = opened(jax.make_jaxpr(fun)(*[jax.ShapeDtypeStruct(*each) for each in shapes]))
+    jaxpr = open_jaxpr(jax.make_jaxpr(fun)(*[jax.ShapeDtypeStruct(*each) for each in shapes]))
     eqns = jaxpr.eqns
     while eqns[-1].primitive.name in CALLS:
-        eqns = opened(called(eqns[-1])).eqns
+        eqns = open_jaxpr(call_jaxpr(eqns[-1])).eqns
     return next((each for each in eqns if each.primitive.name == name), eqns[-1])
 
 
@@ -239,7 +239,7 @@ def run(equation, values, placements, results, parts, rng):
     outs = [local_shape(shape_of(x), (p,), (parts,)) for x, p in zip(equation.outvars, results, strict=True)]
     changed, found = local_params(equation, shapes, outs), []
     for device in range(parts):
-        got = bound(equation, *[jnp.asarray(each[device]) for each in held], **changed)
+        got = rebind(equation, *[jnp.asarray(each[device]) for each in held], **changed)
         got = got if equation.primitive.multiple_results else [got]
         assert [x.shape for x in got] == outs
         found.append([np.asarray(x) for x in got])
@@ -252,7 +252,7 @@ def run(equation, values, placements, results, parts, rng):
 def test_results_of_blocks_are_blocks_of_results(name, parts):
     equation, rng = equation_of(name), np.random.default_rng(len(name))
     values = values_of(equation, name, rng)
-    expected = bound(equation, *map(jnp.asarray, values))
+    expected = rebind(equation, *map(jnp.asarray, values))
     expected = expected if equation.primitive.multiple_results else [expected]
     every = [*itertools.product(*[options(atom, parts) for atom in equation.invars])]
     random.Random(0).shuffle(every)

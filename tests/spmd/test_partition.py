@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from scalax._jax.equations import equations, shape_of
+from scalax._jax.equations import all_equations, shape_of
 from scalax._spmd.values import CannotPartition
 from tests.support.partitioned import FSDP, HSDP, P, assert_equal, collectives, partitioned, state_spec
 
@@ -214,7 +214,7 @@ def test_gradients_of_layers_are_reduced_in_their_round():
     step, _ = partitioned(sgd(loss), state, batch)
     inside = [
         eqn
-        for scan in equations(step.jaxpr)
+        for scan in all_equations(step.jaxpr)
         if scan.primitive.name == 'scan'
         for eqn in scan.params['jaxpr'].eqns
     ]
@@ -395,7 +395,7 @@ def test_constants_of_microbatches_are_computed_for_the_examples_of_a_device():
 
     w, x = array(8, 16), array(32, 8)
     step, run = partitioned(fun, w, x)
-    made = [eqn for eqn in equations(step.jaxpr) if eqn.primitive.name != 'all_gather']
+    made = [eqn for eqn in all_equations(step.jaxpr) if eqn.primitive.name != 'all_gather']
     assert (8, 16) not in {shape_of(eqn.outvars[0]) for eqn in made}
     assert_equal(run(), fun(w, x))
 

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType
 
-from scalax._jax.equations import equations
+from scalax._jax.equations import all_equations
 from scalax._spmd.step import PartitionedStep, StepArgument, StepResult, partition_step, run_step
 from tests.support.partitioned import P, assert_equal, state_spec
 
@@ -135,7 +135,7 @@ def test_values_of_a_step(name, check_vma):
     assert_equal(values, expected)
     assert any(row.what == 'examples' for row in found.collective_rows) == gathers
     # Along other axes it is still there.
-    mapped = [each for each in equations(found.jaxpr) if each.primitive.name == 'shard_map']
+    mapped = [each for each in all_equations(found.jaxpr) if each.primitive.name == 'shard_map']
     assert bool(mapped) == bool(manual and 'tp' in manual)
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.custom_partitioning import custom_partitioning
 
 from scalax._compile.sjit import partitioned
-from scalax._jax.equations import equations
+from scalax._jax.equations import all_equations
 from scalax._spmd.placements import op_rules
 from scalax.errors import PartitioningWarning
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
@@ -127,7 +127,7 @@ def test_a_decoder(name):
     helper = MeshShardingHelper(sizes, axes)
     step = helper.sjit(training_step, in_shardings=(rule, batch), out_shardings=(rule, P()), batch_argnums=1)
     state, tokens = arguments()
-    found = Counter(each.primitive.name for each in equations(step.trace(state, tokens).jaxpr))
+    found = Counter(each.primitive.name for each in all_equations(step.trace(state, tokens).jaxpr))
     assert {kind: found[kind] for kind in COLLECTIVES if found[kind]} == expected
     (params, _), value = step(state, tokens)
     (other, _), other_value = jax.jit(training_step)(state, tokens)
@@ -198,7 +198,7 @@ def test_a_function_with_a_partitioning_of_its_own_runs_on_blocks():
     )
     helper, x = MeshShardingHelper([4, 2], ['fsdp', 'tp']), np.ones((8, 8), 'float32')
     step = helper.sjit(lambda x: custom(jnp.sin(x)), in_shardings=P('fsdp'), batch_argnums=0)
-    found = Counter(each.primitive.name for each in equations(step.trace(x).jaxpr))
+    found = Counter(each.primitive.name for each in all_equations(step.trace(x).jaxpr))
     assert not any(found[kind] for kind in COLLECTIVES)
     np.testing.assert_allclose(step(x), 2 * np.sin(x), rtol=1e-6)
 

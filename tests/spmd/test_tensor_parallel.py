@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from scalax._jax.equations import equations, manual_axes
+from scalax._jax.equations import all_equations, shard_map_manual_axes
 from scalax._spmd.placements.auto_shardings import AutoShardings, auto_dims, auto_spec
 from scalax.sharding import MeshShardingHelper, TreePathShardingRule
 from tests.support.partitioned import FSDP, TP, P, assert_equal, collectives, partitioned
@@ -31,7 +31,7 @@ def exchanged(step):
             equation.outvars[0].aval.shape,
             equation.ctx.cur_abstract_mesh.manual_axes,
         )
-        for equation in equations(step.jaxpr)
+        for equation in all_equations(step.jaxpr)
         if equation.primitive.name in EXCHANGES
     ]
 
@@ -200,7 +200,7 @@ def constraints(step):
     """The constraints inside."""
     return [
         equation.params['sharding'].spec
-        for equation in equations(step.jaxpr)
+        for equation in all_equations(step.jaxpr)
         if equation.primitive.name == 'sharding_constraint'
     ]
 
@@ -311,8 +311,8 @@ def test_heads_of_a_cache_stay_where_they_are(batch):
         decode, in_shardings=(rule, spec, P('fsdp'), P()), out_shardings=(spec, P('fsdp')), **batch
     )
     operands = weights, array(8, 16, 4, 6), array(8, 8), np.int32(3)
-    mapped = [x for x in equations(step.trace(*operands).jaxpr) if x.primitive.name == 'shard_map']
-    assert 'tp' not in manual_axes(mapped[0])
+    mapped = [x for x in all_equations(step.trace(*operands).jaxpr) if x.primitive.name == 'shard_map']
+    assert 'tp' not in shard_map_manual_axes(mapped[0])
     assert_equal([*step(*operands)], jax.jit(decode)(*operands))
 
 

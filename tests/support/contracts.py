@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from scalax._jax.equations import equations
+from scalax._jax.equations import all_equations
 
 
 @contextlib.contextmanager
@@ -25,6 +25,8 @@ def contract(does: str, purpose: str, *, library: str = 'jax') -> Iterator[None]
 
 def equation_in(name: str, fun: Callable[..., Any], *args: Any) -> Any:
     """The first equation of a primitive in the jaxpr of a function."""
-    found = [each for each in equations(jax.make_jaxpr(fun)(*args)) if each.primitive.name == name]
-    assert found, f'no {name!r} in {[each.primitive.name for each in equations(jax.make_jaxpr(fun)(*args))]}'
+    found = [each for each in all_equations(jax.make_jaxpr(fun)(*args)) if each.primitive.name == name]
+    assert found, (
+        f'no {name!r} in {[each.primitive.name for each in all_equations(jax.make_jaxpr(fun)(*args))]}'
+    )
     return found[0]

@@ -19,7 +19,7 @@ from scalax._compile.call.resolve_arguments import FunctionRules
 from scalax._compile.call.signature import EXTRA_KEYWORDS
 from scalax._core.pytree.partition_specs import spec_axes
 from scalax._core.pytree.paths import optional_path
-from scalax._jaxpr.dim_sharding import UNSHARDED, DimSharding, along, axes_of, of_sharding, without
+from scalax._jaxpr.dim_sharding import UNSHARDED, DimSharding, axes_of, of_sharding, only_along, without
 from scalax._spmd.batch.batch_arguments import BatchArguments
 from scalax._spmd.batch.batch_sources import batch_sources
 from scalax.errors import ArgumentError
@@ -140,7 +140,7 @@ def batch_made_inside(call: Call, shardings: Shardings, jaxpr: Any) -> BatchArgu
         return None
     return BatchArguments(
         [without(sharding, axes) for sharding in by_dim],
-        [along(sharding, axes) for sharding in by_dim],
+        [only_along(sharding, axes) for sharding in by_dim],
         axes,
     )
 
@@ -162,7 +162,7 @@ def _arguments(call: Call, shardings: Shardings, batches: Sequence[bool]) -> Bat
         return None
     return BatchArguments(
         [sharding if is_batch else without(sharding, axes) for sharding, is_batch in by_dim],
-        [UNSHARDED if is_batch else along(sharding, axes) for sharding, is_batch in by_dim],
+        [UNSHARDED if is_batch else only_along(sharding, axes) for sharding, is_batch in by_dim],
         axes,
     )
 

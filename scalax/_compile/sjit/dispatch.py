@@ -62,8 +62,8 @@ from scalax._core.util.progress import progress
 from scalax._core.util.stack_space import with_stack_space
 from scalax._data.host import process_collectives
 from scalax._jax.tracing import is_abstract, is_compiled
-from scalax._jaxpr.batch_dependence import Dependence
-from scalax._jaxpr.user_shardings import is_on_mesh
+from scalax._jaxpr.batch_dependence import BatchDependence
+from scalax._jaxpr.user_shardings import names_mesh
 from scalax.errors import MeshError, PartitioningWarning, warn
 from scalax.rules._unused_rules import warn_unsharded
 
@@ -384,11 +384,11 @@ class Dispatcher:
 
         It learns them of arguments that an output depends on, and of outputs.
         """
-        if self.rules.any_explicit or any(entry.outputs or ()) or not is_on_mesh(jaxpr, self.mesh):
+        if self.rules.any_explicit or any(entry.outputs or ()) or not names_mesh(jaxpr, self.mesh):
             return True
         sharded = [each is not None for each in entry.arguments]
         others = len(jaxpr.in_avals) - len(sharded)  # values of an outer trace
-        dependent = Dependence(jaxpr, [*[False] * others, *sharded], certain=True)
+        dependent = BatchDependence(jaxpr, [*[False] * others, *sharded], certain=True)
         return any(sharded) and any(dependent.of_results)
 
     def _program_with(self, call: Call, entry: Entry, flat_function: Callable[..., Any]) -> Program:

@@ -11,11 +11,11 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._compile.call.call_key import Call, Shardings
-from scalax._jax.rewriting import run_as_one, with_inputs
+from scalax._jax.rewriting import bind_as_jit, lift_captured_tracers
 from scalax._spmd.batch.batch_arguments import BatchArguments
 from scalax._spmd.options import BatchPartitioning
 from scalax._spmd.pipelines.config import Pipeline
-from scalax._spmd.pipelines.summary import Loops
+from scalax._spmd.pipelines.summary import PipelinedLoops
 from scalax._spmd.placements.result_states import ResultState, result_states
 from scalax._spmd.step import PartitionedStep, StepArgument, StepResult, partition_step, run_step
 from scalax._spmd.values import CannotPartition
@@ -34,7 +34,7 @@ def run_partitioned(
     on_gradient: Callable[[], None],
     options: BatchPartitioning,
     pipeline: Pipeline | None = None,
-) -> tuple[Sequence[Any], PartitionedStep | str, Loops]:
+) -> tuple[Sequence[Any], PartitionedStep | str, PipelinedLoops]:
     """Returns the leaves of the outputs of a step, the step that each device runs, or why there is none, and
     its pipelines.
 
@@ -55,7 +55,7 @@ def run_partitioned(
     """
     name = call.signature.name
     dynamic = [value for i, value in enumerate(flat_args) if i not in call.layout.static]
-    closed, captured = with_inputs(jaxpr)
+    closed, captured = lift_captured_tracers(jaxpr)
     values = jax.tree.leaves(dynamic) + captured
     axes = [axis for axis in mesh.axis_names if axis in batch.batch_axes]
     arguments = [
@@ -77,11 +77,11 @@ def run_partitioned(
     except StagesError:
         raise
     except CannotPartition as error:
-        return run_as_one(closed, values, name), _warn(name, error), ()
+        return bind_as_jit(closed, values, name), _warn(name, error), ()
     except Exception as error:  # noqa: BLE001 - a mistake of the partitioner must not end a program
         problem = CannotPartition(None, f'{type(error).__name__}: {error}')
         problem.__cause__ = error
-        return run_as_one(closed, values, name), _warn(name, problem), ()
+        return bind_as_jit(closed, values, name), _warn(name, problem), ()
 
     @jax.custom_jvp
     def run(*values: Any) -> Sequence[Any]:
@@ -96,7 +96,7 @@ def run_partitioned(
                 'What to do: take the gradient inside: helper.sjit(jax.value_and_grad(loss), pipeline=...).'
             )
         # What devices exchange is not differentiated: a sum over them would be counted once for each.
-        return jax.jvp(lambda *values: [*run_as_one(closed, values, name)], values, tangents)
+        return jax.jvp(lambda *values: [*bind_as_jit(closed, values, name)], values, tangents)
 
     return run(*values), step, loops
 

@@ -27,7 +27,7 @@ from scalax._compile.call.signature import CallLayout, CallSignature
 from scalax._core.util import lru_cache
 from scalax._jax.shardings import DELETED_ARGUMENTS_CRASH
 from scalax._spmd.batch.batch_arguments import BatchArguments
-from scalax._spmd.pipelines.summary import Loops
+from scalax._spmd.pipelines.summary import PipelinedLoops
 from scalax._spmd.step import PartitionedStep
 
 
@@ -151,7 +151,7 @@ class Pipelines(NamedTuple):
         original_jaxpr: the jaxpr of the function before the rewrite.
     """
 
-    loops: Loops
+    loops: PipelinedLoops
     original_jaxpr: Any
 
 

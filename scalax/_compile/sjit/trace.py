@@ -123,7 +123,7 @@ class TracedFunction:
         traced = not [leaf for leaf in call.leaves if not isinstance(leaf, jax.core.Tracer)]
         if traced and entry.jaxpr is not None and entry.kinds == _kinds([*map(type_of, call.leaves)]):
             with self._context_entered():
-                return jax.tree.unflatten(entry.out_tree, rewriting.run(entry.jaxpr, call.leaves))
+                return jax.tree.unflatten(entry.out_tree, rewriting.eval_jaxpr(entry.jaxpr, call.leaves))
         constraints, flat_args = self._rules.constraints(call), call.flat_args
         inside, entry.batch, entry.pipelines, entry.partitioned = entry.arguments, None, None, None
         if constraints is not None:
@@ -165,7 +165,7 @@ class TracedFunction:
             entry.partitioned = partitioned.warn_types(self._rules.signature.name, types)
         if entry.batch is None or types:
             leaves = jax.tree.leaves([x for i, x in enumerate(flat_args) if i not in call.layout.static])
-            return jax.tree.unflatten(structure, rewriting.run(jaxpr, leaves))
+            return jax.tree.unflatten(structure, rewriting.eval_jaxpr(jaxpr, leaves))
         structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
         outputs = jax.tree.unflatten(structure, structs)
         entry.outputs = self._rules.outputs(outputs, call, entry.arguments)
@@ -213,10 +213,10 @@ class TracedFunction:
             )
 
         from scalax._spmd.pipelines.find_pipelines import (
-            has_stages,  # here, because few functions have pipelines
+            has_several_stages,  # here, because few functions have pipelines
         )
 
-        return pipeline if has_stages(dict(self._mesh.shape), pipeline) else None
+        return pipeline if has_several_stages(dict(self._mesh.shape), pipeline) else None
 
     def run_inline(self, call: Call) -> Any:
         """Runs the user's function where it is called, by the types that mesh axes have there."""

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from scalax._jax.equations import conv_dims, shape_of
-from scalax._jax.rewriting import bound, equation_of
+from scalax._jax.rewriting import rebind, trace_equation
 
 
 def convolve_local_examples(equation: Any, mesh: Mesh | AbstractMesh, axis_order: Sequence[str]) -> Any:
@@ -41,7 +41,7 @@ def convolve_local_examples(equation: Any, mesh: Mesh | AbstractMesh, axis_order
             sharded_over.append(axis)
 
     def convolve_and_sum(images: Any, kernel: Any) -> Any:
-        return jax.lax.psum(bound(equation, images, kernel), tuple(sharded_over))
+        return jax.lax.psum(rebind(equation, images, kernel), tuple(sharded_over))
 
     in_specs = tuple(
         PartitionSpec(*[None] * dim, tuple(sharded_over)) for dim in (dims.lhs_spec[1], dims.rhs_spec[1])
@@ -51,7 +51,7 @@ def convolve_local_examples(equation: Any, mesh: Mesh | AbstractMesh, axis_order
         mapped = jax.shard_map(
             convolve_and_sum, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(), check_vma=False
         )
-        return equation_of(mapped, equation)
+        return trace_equation(mapped, equation)
 
 
 def keep_input_layout(equation: Any) -> Any:
@@ -63,7 +63,7 @@ def keep_input_layout(equation: Any) -> Any:
     permutation = [dim for _, dim in sorted(zip(dims.out_spec, dims.lhs_spec, strict=True))]
 
     def convolve_and_transpose(images: Any, kernel: Any) -> Any:
-        result = bound(equation, images, kernel, dimension_numbers=same_order)
+        result = rebind(equation, images, kernel, dimension_numbers=same_order)
         return jnp.transpose(result, permutation)
 
-    return equation_of(jax.jit(convolve_and_transpose), equation)
+    return trace_equation(jax.jit(convolve_and_transpose), equation)

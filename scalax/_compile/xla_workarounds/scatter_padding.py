@@ -11,19 +11,26 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._core.pytree.partition_specs import entries, entry_axes
-from scalax._jax.equations import scatter_dims, shape_of, shardings_said
+from scalax._jax.equations import scatter_dims, shape_of, sharding_params
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import bound, equation_of
-from scalax._jaxpr.dim_classes import Dimensions, Numbers
-from scalax._jaxpr.dim_rules import SCATTERS, WINDOWS
+from scalax._jax.rewriting import rebind, trace_equation
+from scalax._jaxpr.dim_classes import DimClasses, DimIds
+from scalax._jaxpr.dim_rules import SCATTERS, WINDOW_REDUCTIONS
 
 _SUMS = frozenset(('scatter-add', 'scatter-sub'))
 REDUCING = SCATTERS - {'scatter'}
 # Their results have more or fewer elements along a dimension than an operand of the same rank.
-_RESIZING = WINDOWS | {'concatenate', 'dynamic_slice', 'dynamic_update_slice', 'pad', 'slice', 'split'}
+_RESIZING = WINDOW_REDUCTIONS | {
+    'concatenate',
+    'dynamic_slice',
+    'dynamic_update_slice',
+    'pad',
+    'slice',
+    'split',
+}
 
 
-class _UnevenDims(Dimensions):
+class _UnevenDims(DimClasses):
     """The dimensions that XLA may shard unevenly: dimensions that are resized or constrained unevenly.
 
     Attributes:
@@ -33,11 +40,11 @@ class _UnevenDims(Dimensions):
 
     def __init__(self, jaxpr: Any) -> None:
         self.uneven: set[int] = set()
-        self.scatters: dict[int, list[Sequence[Numbers]]] = {}
+        self.scatters: dict[int, list[Sequence[DimIds]]] = {}
         super().__init__(jaxpr)
         self.uneven = {*map(self.classes.root, self.uneven)}
 
-    def primitive(self, name: str, equation: Any, operands: Sequence[Numbers]) -> Sequence[Numbers]:
+    def primitive(self, name: str, equation: Any, operands: Sequence[DimIds]) -> Sequence[DimIds]:
         results = super().primitive(name, equation, operands)
         if name in REDUCING:
             self.scatters.setdefault(id(equation), []).append(operands[1:])
@@ -47,15 +54,15 @@ class _UnevenDims(Dimensions):
             self._add_resized(equation, operands, results)
         return results
 
-    def _add_constrained(self, equation: Any, dims: Numbers) -> None:
+    def _add_constrained(self, equation: Any, dims: DimIds) -> None:
         """Adds the dimensions that a constraint shards unevenly."""
-        sharding, shape = shardings_said(equation)[1].get(0), shape_of(equation.outvars[0])
+        sharding, shape = sharding_params(equation)[1].get(0), shape_of(equation.outvars[0])
         if isinstance(sharding, NamedSharding):
             for entry, size, dim in zip(entries(sharding.spec), shape, dims, strict=False):
                 if size % math.prod(sharding.mesh.shape[axis] for axis in entry_axes(entry)):
                     self.uneven.add(dim)
 
-    def _add_resized(self, equation: Any, operands: Sequence[Numbers], results: Sequence[Numbers]) -> None:
+    def _add_resized(self, equation: Any, operands: Sequence[DimIds], results: Sequence[DimIds]) -> None:
         """Adds the dimensions along which the results are longer or shorter than the operands."""
         for outvar, result in zip(equation.outvars, results, strict=True):
             for invar, operand in zip(equation.invars, operands, strict=True):
@@ -135,6 +142,6 @@ def _with_even_updates(scatter: Any, dims: Sequence[tuple[int, int]], mesh: Mesh
         return array
 
     def scatter_evenly(array: Any, indices: Any, updates: Any) -> Any:
-        return bound(scatter, array, make_even(indices, 0), make_even(updates, 1), **index_hints)
+        return rebind(scatter, array, make_even(indices, 0), make_even(updates, 1), **index_hints)
 
-    return equation_of(jax.jit(scatter_evenly), scatter)
+    return trace_equation(jax.jit(scatter_evenly), scatter)

@@ -21,7 +21,7 @@ from scalax._core.context import active_helper
 from scalax._core.context.resharding import reshard
 from scalax._core.pytree import partition_specs, spec_validation
 from scalax._core.util.renamed_keywords import renamed
-from scalax._jax.shardings import asking_for_devices, unconstrained
+from scalax._jax.shardings import compile_for_devices, unconstrained_sharding
 from scalax._jax.tracing import is_compiled, is_traced
 from scalax.errors import ArgumentError, MeshError
 from scalax.rules._indivisible import OnIndivisible
@@ -270,9 +270,9 @@ def constrain_to_devices(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
         i: jax.typeof(leaf).dtype for i, leaf in enumerate(leaves) if hasattr(jax.typeof(leaf), 'dtype')
     }
     for i in [i for i in dtypes if jnp.issubdtype(dtypes[i], jnp.inexact)] or [*dtypes][:1]:
-        leaves[i] = asking_for_devices(leaves[i], mesh)
+        leaves[i] = compile_for_devices(leaves[i], mesh)
     if not dtypes:  # the program keeps what is unused
-        asking_for_devices(jnp.zeros(()), mesh)
+        compile_for_devices(jnp.zeros(()), mesh)
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -304,7 +304,7 @@ def _constrained(leaf: Any, sharding: NamedSharding) -> Any:
         return constrained
     # JAX (0.12.0.1) fails to read the sharding of a padded output if 1 < gcd(size, shards) < shards, unless
     # the output is also constrained to UNCONSTRAINED.
-    return jax.lax.with_sharding_constraint(constrained, unconstrained(leaf, sharding.mesh))
+    return jax.lax.with_sharding_constraint(constrained, unconstrained_sharding(leaf, sharding.mesh))
 
 
 def _constrain_named_shardings(pytree: Any, rules: RuleLike) -> Any:

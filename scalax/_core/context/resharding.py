@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._core.pytree import partition_specs
 from scalax._core.pytree.paths import describe_leaf
-from scalax._jax.shardings import sums_kind
+from scalax._jax.shardings import unreduced_kind
 from scalax.errors import Problem, ShardingError
 
 
@@ -42,7 +42,7 @@ def reshard(leaf: Any, sharding: NamedSharding) -> Any:
 
 def reject_partial_sums(leaf: Any, spec: PartitionSpec) -> None:
     """Raises ShardingError if a value cannot be made parts of sums: XLA would end the process."""
-    kind = sums_kind(spec)
+    kind = unreduced_kind(spec)
     if kind != 'sum':
         what = 'arrays'
     elif jnp.issubdtype(leaf.dtype, jnp.complexfloating):
@@ -99,7 +99,7 @@ def _with_sums_of(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def _same_sums(one: PartitionSpec, other: PartitionSpec) -> bool:
-    return one.unreduced == other.unreduced and sums_kind(one) == sums_kind(other)
+    return one.unreduced == other.unreduced and unreduced_kind(one) == unreduced_kind(other)
 
 
 def _reduced(sharding: NamedSharding) -> NamedSharding:

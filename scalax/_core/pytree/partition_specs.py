@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import AxisType, PartitionSpec
 
-from scalax._jax.shardings import entries, sums_kind
+from scalax._jax.shardings import entries, unreduced_kind
 
 UNCONSTRAINED = PartitionSpec.UNCONSTRAINED
 
@@ -80,8 +80,8 @@ def text(spec: PartitionSpec) -> str:
     for name, axes in (('unreduced', spec.unreduced), ('reduced', spec.reduced)):
         if axes:
             parts.append(f'{name}={{{", ".join(map(repr, sorted(axes)))}}}')
-    if sums_kind(spec) != 'sum':
-        parts.append(f'unreduced_kind={sums_kind(spec)}')
+    if unreduced_kind(spec) != 'sum':
+        parts.append(f'unreduced_kind={unreduced_kind(spec)}')
     return f'P({", ".join(parts)})'
 
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 from jax.sharding import PartitionSpec
 
 from scalax._core.pytree import partition_specs
-from scalax._jax.shardings import kinds_of_sums, sums_kind
+from scalax._jax.shardings import unreduced_kind, unreduced_kinds
 from scalax.errors import ArgumentError, DataError
 
 T = TypeVar('T')
@@ -167,7 +167,7 @@ def _plain_spec(spec: PartitionSpec) -> Any:
     written = [list(entry) if isinstance(entry, tuple) else entry for entry in entries]
     if not spec.unreduced and not spec.reduced:
         return written
-    kind = sums_kind(spec)
+    kind = unreduced_kind(spec)
     sums = {'unreduced': sorted(spec.unreduced), 'reduced': sorted(spec.reduced)}
     return {'entries': written, **sums, **({} if kind == 'sum' else {'unreduced_kind': kind})}
 
@@ -177,7 +177,7 @@ def _spec(value: Any) -> PartitionSpec:
     written = value if isinstance(value, dict) else {'entries': value}
     sums: dict[str, Any] = {name: frozenset(written.get(name, ())) for name in ('unreduced', 'reduced')}
     if 'unreduced_kind' in written:
-        sums['unreduced_kind'] = kinds_of_sums()[written['unreduced_kind']]
+        sums['unreduced_kind'] = unreduced_kinds()[written['unreduced_kind']]
     entries = [tuple(entry) if isinstance(entry, list) else entry for entry in written['entries']]
     return PartitionSpec(
         *(partition_specs.UNCONSTRAINED if entry == _UNCONSTRAINED else entry for entry in entries), **sums

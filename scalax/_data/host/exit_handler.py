@@ -26,7 +26,7 @@ import jax
 from scalax._core.pytree.paths import type_text
 from scalax._diagnostics.watchdog.state import ENDING, FINISHING, recorded
 from scalax._diagnostics.watchdog.watch import lagging_processes, other_states
-from scalax._jax.device_queue import finish, unfinished
+from scalax._jax.device_queue import drain, pending_arrays
 from scalax.errors import shown
 
 FAILED = 1
@@ -68,14 +68,14 @@ class _Waiting:
         self.begun.wait()
         try:
             for platform in self.platforms:
-                for arrays, error in finish(platform):
+                for arrays, error in drain(platform):
                     self.errors.append(f'{_text(arrays)}: {type(error).__name__}: {error}')
         finally:
             self.ended.set()
 
     def moving(self) -> str:
         """The arrays that have not arrived, and whose they are."""
-        return _text([array for platform in self.platforms for array in unfinished(platform)])
+        return _text([array for platform in self.platforms for array in pending_arrays(platform)])
 
 
 _lock = threading.Lock()

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scalax._core.context.resharding import identity
 from scalax._core.context.thread_state import run_in_thread
 from scalax._data.host import exit_handler
-from scalax._jax.device_queue import last_program
+from scalax._jax.device_queue import fence_program
 from scalax.errors import DataError
 
 _LONGEST_QUEUE = 8  # batches: a step may be several programs, of which XLA takes 32
@@ -186,7 +186,7 @@ def bound_queue(mesh: Mesh) -> None:
     """
     if mesh.devices.flat[0].platform == 'cpu' and next(_given) % _LONGEST_QUEUE == 0:
         here = tuple(one for one in processes_of(mesh).devices if one.process_index == jax.process_index())
-        jax.block_until_ready(without_mesh_context(last_program(here)))
+        jax.block_until_ready(without_mesh_context(fence_program(here)))
 
 
 def without_mesh_context(function: Callable[..., Any], *args: Any) -> Any:

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalax._jax.equations import opened, shape_of
-from scalax._jaxpr.batch_dependence import Dependence
-from scalax._jaxpr.dim_classes import Dimensions, Numbers
-from scalax._jaxpr.dim_rules import PRODUCTS, Place, dims_of
+from scalax._jax.equations import open_jaxpr, shape_of
+from scalax._jaxpr.batch_dependence import BatchDependence
+from scalax._jaxpr.dim_classes import DimClasses, DimIds
+from scalax._jaxpr.dim_rules import CONTRACTIONS, OperandDim, dim_rule
 
 _SLICES = frozenset({'slice', 'dynamic_slice', 'split'})
 
@@ -27,10 +27,10 @@ class ArgumentDimensions:
         ranks: argument -> the number of its dimensions.
     """
 
-    classes: Mapping[Place, int]
-    stacked: frozenset[Place]
+    classes: Mapping[OperandDim, int]
+    stacked: frozenset[OperandDim]
     multiplied: frozenset[int]
-    experts: frozenset[Place]
+    experts: frozenset[OperandDim]
     ranks: Mapping[int, int]
 
 
@@ -42,11 +42,11 @@ def dimensions(jaxpr: Any, arguments: Mapping[int, int]) -> ArgumentDimensions:
         arguments: number of an argument that is no batch -> the number that stands for it in the result. Of
             several for which the same stands, the first decides.
     """
-    variables = opened(jaxpr).invars
-    found = _Uses(jaxpr, Dependence(jaxpr, [i not in arguments for i, _ in enumerate(variables)]))
+    variables = open_jaxpr(jaxpr).invars
+    found = _Uses(jaxpr, BatchDependence(jaxpr, [i not in arguments for i, _ in enumerate(variables)]))
     own = [(name, found.arguments[i]) for i, name in sorted(arguments.items())]
     places = {number: (name, dim) for name, numbers in own for dim, number in enumerate(numbers)}
-    roots: dict[Place, int] = {}
+    roots: dict[OperandDim, int] = {}
     for number, place in places.items():
         roots.setdefault(place, found.classes.root(number))
     classes = {root: i for i, root in enumerate(dict.fromkeys(roots.values()))}
@@ -59,11 +59,11 @@ def dimensions(jaxpr: Any, arguments: Mapping[int, int]) -> ArgumentDimensions:
     )
 
 
-class _Uses(Dimensions):
+class _Uses(DimClasses):
     """The dimensions of values, and what is done with those that weights have.
 
     Args:
-        jaxpr: as for `Dimensions`.
+        jaxpr: as for `DimClasses`.
         from_batch: the variables that depend on the batch; others are weights.
 
     Attributes:
@@ -72,26 +72,26 @@ class _Uses(Dimensions):
         experts: those of weights that products have in common with rows.
     """
 
-    def __init__(self, jaxpr: Any, from_batch: Dependence) -> None:
+    def __init__(self, jaxpr: Any, from_batch: BatchDependence) -> None:
         self._from_batch = from_batch
         self.stacked: set[int] = set()
         self.multiplied: set[int] = set()
         self.experts: set[int] = set()
         super().__init__(jaxpr)
 
-    def note(self, facts: dict[int, Numbers]) -> None:
+    def note(self, facts: dict[int, DimIds]) -> None:
         """What a function is given in one place is not what it is given in another one."""
 
-    def primitive(self, name: str, equation: Any, operands: Sequence[Numbers]) -> Sequence[Numbers]:
+    def primitive(self, name: str, equation: Any, operands: Sequence[DimIds]) -> Sequence[DimIds]:
         weights = [
             found if atom not in self._from_batch else ()
             for found, atom in zip(operands, equation.invars, strict=True)
         ]
-        if name in PRODUCTS or name == 'gather':
+        if name in CONTRACTIONS or name == 'gather':
             self.multiplied.update(*weights)
         if name == 'dot_general':
             shared = [
-                source for sources in dims_of(equation).results[0] if len(sources) > 1 for source in sources
+                source for sources in dim_rule(equation).results[0] if len(sources) > 1 for source in sources
             ]
             self.experts.update(weights[place][dim] for place, dim in shared if weights[place])
         if name in _SLICES:
@@ -100,6 +100,6 @@ class _Uses(Dimensions):
                 self.stacked.update(number for number, before, after in sizes if before > after == 1)
         return super().primitive(name, equation, operands)
 
-    def element_of(self, stack: Numbers) -> Numbers:
+    def element_of(self, stack: DimIds) -> DimIds:
         self.stacked.update(stack[:1])
         return super().element_of(stack)

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from scalax._core.util.folding import fold
-from scalax._jaxpr.dim_classes import Classes
+from scalax._jaxpr.dim_classes import UnionFind
 from scalax._planning.autoshard.dim_uses import ArgumentDimensions
 from scalax._planning.autoshard.step import Leaf
 
@@ -133,7 +133,7 @@ def _joins_dimensions(members: Sequence[int], found: ArgumentDimensions) -> bool
 
 def _united(groups: Iterable[Sequence[int]], found: ArgumentDimensions) -> Mapping[int, int]:
     """Class -> that which stands for it, if those that dimensions of one group have are one."""
-    known = Classes()
+    known = UnionFind()
     for members in groups:
         firsts: dict[int, int] = {}
         for i in members:

@@ -21,10 +21,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from scalax._jax import equations, kernels
-from scalax._jax.equations import RUN_ONCE, ClosedJaxpr, Jaxpr, loop_of, opened, shape_of
+from scalax._jax.equations import RUN_ONCE, ClosedJaxpr, Jaxpr, loop_of, open_jaxpr, shape_of
 from scalax._jax.primitives import KERNEL, primitive_name
-from scalax._jaxpr.dim_rules import dims_of, multiplications
-from scalax._jaxpr.static_integers import Integers, Values
+from scalax._jaxpr.dim_rules import count_multiplications, dim_rule
+from scalax._jaxpr.static_integers import IntegerValues, StaticIntegers
 from scalax._planning.program.counting import (
     PHASES,
     Exactness,
@@ -180,7 +180,7 @@ class _Counter:
 
     def _equation(self, equation: Any, live: Live, outside: Jaxpr | None) -> tuple[Flops, Live]:
         name, every = primitive_name(equation), (True,) * len(equation.invars)
-        inner = list(equations.jaxprs_in(equation))
+        inner = list(equations.inner_jaxprs(equation))
         if name in _UNCOUNTED:
             return Flops(0, Exactness.AT_LEAST), every
         if name in kernels.ATTENTION:
@@ -217,18 +217,18 @@ class _Counter:
         return self._equation(equation, (True,) * len(equation.outvars), None)[0]
 
     def _call(self, equation: Any, live: Live) -> tuple[Flops, Live]:
-        inner = equations.run_once(equation)
+        inner = equations.run_once_jaxpr(equation)
         fits = len(inner.outvars) == len(live) and len(inner.invars) == len(equation.invars)
         flops, needed = self.jaxpr(inner, live if fits else (True,) * len(inner.outvars))
         if primitive_name(equation) == 'shard_map':
             # Inside, shapes are those of a block, of which there is one for each device along manual axes.
-            flops = flops.times(equations.count_blocks(equation))
+            flops = flops.times(equations.count_shard_map_devices(equation))
         return flops, needed if fits else (True,) * len(equation.invars)
 
     def _scan(self, equation: Any, live: Live) -> tuple[Flops, Live]:
         loop = loop_of(equation)
         while True:  # state that a round needs has to be a result of the previous round
-            flops, needed = self.jaxpr(opened(loop.body), live)
+            flops, needed = self.jaxpr(open_jaxpr(loop.body), live)
             _, state, _ = loop.parts(needed)
             grown = tuple(map(any, zip(state, live, strict=False))) + live[loop.carried :]
             if grown == live:
@@ -238,11 +238,11 @@ class _Counter:
     def _while(self, equation: Any, outside: Jaxpr | None) -> Flops:
         loop, (rounds, known) = loop_of(equation), rounds_of_while(equation, outside)
         # The condition runs once more than the body.
-        body, test = map(self.all_of, map(opened, (loop.body, loop.test)))
+        body, test = map(self.all_of, map(open_jaxpr, (loop.body, loop.test)))
         return body.times(rounds, known) + test.times(rounds + 1, known)
 
     def _branches(self, equation: Any, live: Live) -> tuple[Flops, Live]:
-        found = [self.jaxpr(opened(branch), live) for branch in equations.branches(equation)]
+        found = [self.jaxpr(open_jaxpr(branch), live) for branch in equations.branches(equation)]
         largest = max((flops for flops, _ in found), key=lambda flops: flops.count)
         same = len({flops for flops, _ in found}) == 1
         needed = (True, *map(any, zip(*(needs for _, needs in found), strict=True)))
@@ -264,13 +264,13 @@ def rounds_of_while(equation: Any, outside: Any = None) -> tuple[int, Exactness]
         >>> [rounds_of_while(equation) for equation in jax.jit(loop).trace(0.0).jaxpr.eqns]
         [(4, <Exactness.EXACT: 'exact'>)]
     """
-    loop, around = loop_of(equation), Integers(outside)
-    asked, body = opened(loop.test), opened(loop.body)
+    loop, around = loop_of(equation), StaticIntegers(outside)
+    asked, body = open_jaxpr(loop.test), open_jaxpr(loop.body)
     given = [*map(around.of, equation.invars)]
     constants, start, _ = loop.parts(given)
-    in_test, in_body = Integers(asked), Integers(body)
+    in_test, in_body = StaticIntegers(asked), StaticIntegers(body)
 
-    def test(state: State) -> Values | None:
+    def test(state: State) -> IntegerValues | None:
         in_test.give(asked.invars, [*given[: loop.tested], *state.values()])
         return in_test.of(asked.outvars[0])
 
@@ -296,7 +296,7 @@ def _attention(equation: Any, backward: bool) -> Flops:
 
 def _dot(equation: Any) -> int:
     # Without a sum it is an elementwise product.
-    count = multiplications(equation) if dims_of(equation).summed else 0
+    count = count_multiplications(equation) if dim_rule(equation).summed else 0
     return product_flops(count, _are_complex(equation.invars[:2]))
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from scalax._jaxpr.static_integers import OPERATIONS, Values, computed
+from scalax._jaxpr.static_integers import INTEGER_OPS, IntegerValues, evaluate
 from scalax._planning.program.counting import Exactness, Phase, phase_of
 from scalax._planning.program.hlo import Computation, Instruction, Module
 from scalax._planning.program.trip_count import State, solved_rounds
@@ -214,18 +214,18 @@ class Integers:
         self,
         module: Module,
         computation: Computation,
-        given: Callable[[Instruction, int], Values | None] = lambda *_: None,
+        given: Callable[[Instruction, int], IntegerValues | None] = lambda *_: None,
     ) -> None:
         self._module, self._computation, self._given = module, computation, given
-        self._known: dict[str, Values | None] = {}
+        self._known: dict[str, IntegerValues | None] = {}
 
-    def values(self, operand: str, depth: int = 0) -> Values | None:
+    def values(self, operand: str, depth: int = 0) -> IntegerValues | None:
         """The value of an operand (``name#2`` is an element of a tuple); None if it is not known."""
         if operand not in self._known and depth < _DEEP:
             self._known[operand] = self._read(operand, depth + 1)
         return self._known.get(operand)
 
-    def _read(self, operand: str, depth: int) -> Values | None:
+    def _read(self, operand: str, depth: int) -> IntegerValues | None:
         name, _, element = operand.partition('#')
         instruction = self._computation.instructions.get(name)
         if instruction is None or '#' in element:  # an element of an element is not followed
@@ -248,11 +248,11 @@ class Integers:
             return self._returned(instruction, index, depth)
         if opcode == 'compare':
             opcode = instruction.attribute('direction') or ''
-        if opcode not in (*OPERATIONS, *_FORWARDING, 'dynamic-slice'):
+        if opcode not in (*INTEGER_OPS, *_FORWARDING, 'dynamic-slice'):
             return None
         values = [self.values(part, depth) for part in operands]
-        if opcode in OPERATIONS:
-            return computed(opcode, values)
+        if opcode in INTEGER_OPS:
+            return evaluate(opcode, values)
         first = values[0]
         if first is None:
             return None
@@ -263,18 +263,18 @@ class Integers:
             return first[[np.clip(int(start), 0, first.size - 1)]]
         return first.reshape(dims).astype(_TYPES[dtype]) if first.size == math.prod(dims) else None
 
-    def _constant(self, text: str, dtype: str, dims: tuple[int, ...]) -> Values | None:
+    def _constant(self, text: str, dtype: str, dims: tuple[int, ...]) -> IntegerValues | None:
         words = {'true': 1, 'false': 0}
         numbers = [words[word] if word in words else int(word) for word in _WORD.findall(text)]
         if len(dims) > 1 or len(numbers) != math.prod(dims):  # a long list is not printed
             return None
         return np.array(numbers, _TYPES[dtype]).reshape(dims)
 
-    def _returned(self, call: Instruction, index: int, depth: int) -> Values | None:
+    def _returned(self, call: Instruction, index: int, depth: int) -> IntegerValues | None:
         """What a called computation returns."""
         [called] = self._module.calls(call)
 
-        def argument(parameter: Instruction, element: int) -> Values | None:
+        def argument(parameter: Instruction, element: int) -> IntegerValues | None:
             if parameter.opcode != 'parameter':
                 return None
             operand = call.operands[int(parameter.operands[0])]

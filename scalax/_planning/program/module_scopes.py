@@ -18,7 +18,7 @@ from scalax._compile import sjit
 from scalax._core.util.user_frames import user_call_path
 from scalax._planning.program.counting import Phase
 from scalax._planning.program.hlo import Module
-from scalax._spmd.pipelines.summary import SENDING
+from scalax._spmd.pipelines.summary import PIPELINE_SCOPE
 from scalax._spmd.placements.collectives import COLLECTIVE_SCOPE
 
 _WRAPPED = re.compile(r'(jvp|transpose|vmap|pmap|jit|pjit|annotation)\((.*)\)', re.DOTALL)
@@ -91,7 +91,7 @@ class Scopes:
         """
         key = op_name, frame
         if key not in self._known:
-            names = scopes_in(COLLECTIVE_SCOPE.sub('', SENDING.sub('', op_name)))
+            names = scopes_in(COLLECTIVE_SCOPE.sub('', PIPELINE_SCOPE.sub('', op_name)))
             if all(name.startswith(_UNPLACED) for name in names):
                 names = [*self._functions(frame), *names]
             self._known[key] = '/'.join(names)

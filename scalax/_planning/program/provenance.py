@@ -9,7 +9,7 @@ from typing import NamedTuple
 from scalax._core.util.user_frames import file_text, innermost_user_frame, is_cell
 from scalax._planning.program.counting import Phase, phase_of
 from scalax._planning.program.hlo import Computation, Frame, Instruction, Module
-from scalax._spmd.pipelines.summary import SENDING
+from scalax._spmd.pipelines.summary import PIPELINE_SCOPE
 
 _ANNOTATION = re.compile(r'annotation\(([^()]*)\)')
 # Instructions that only forward a value.
@@ -62,7 +62,7 @@ def source_of(module: Module, computation: Computation, instruction: Instruction
     for its users; otherwise that of the nearest instruction with a line. What a pipeline sends has that of
     the loop.
     """
-    if sent := SENDING.search(instruction.op_name):
+    if sent := PIPELINE_SCOPE.search(instruction.op_name):
         what, file, line, function = sent.groups()
         return Source(file=file, line=int(line), function=f'{function}, {what}')
     near = [*neighbourhood(computation, instruction)]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from scalax._jaxpr.static_integers import Values
+from scalax._jaxpr.static_integers import IntegerValues
 from scalax._planning.program.counting import Exactness
 
-State = Mapping[int, Values | None]
+State = Mapping[int, IntegerValues | None]
 """Index of an element of a loop's state -> its value; None if that is not known."""
 
 
@@ -20,7 +20,7 @@ _MOST_OPEN_ROUNDS = 1_000  # after which data may have ended the loop
 
 
 def solved_rounds(
-    state: State, test: Callable[[State], Values | None], following: Callable[[State], State]
+    state: State, test: Callable[[State], IntegerValues | None], following: Callable[[State], State]
 ) -> tuple[int, Exactness]:
     """How often the body of a loop runs: at least once, if it does not end within 10,000 rounds.
 

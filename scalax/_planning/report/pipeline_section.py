@@ -11,14 +11,14 @@ from scalax._core.render.tables import human_bytes, human_flops, milliseconds
 from scalax._planning.cost.flops import count_flops_of
 from scalax._planning.report.plan_data import PlanData
 from scalax._planning.time.roofline import Roofline
-from scalax._spmd.pipelines.summary import Loops, PipelinedLoop
+from scalax._spmd.pipelines.summary import PipelinedLoop, PipelinedLoops
 from scalax.errors import plural
 
 _MOST_CELLS = 4000  # of a picture
 _IDLE = '\u00b7'
 
 
-def with_flops(loops: Loops) -> tuple[PipelinedLoop, ...]:
+def with_flops(loops: PipelinedLoops) -> tuple[PipelinedLoop, ...]:
     """Loops over layers with the operations of their layers: those of the equations that they were."""
     return tuple(
         [

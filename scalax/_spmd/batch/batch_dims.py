@@ -13,12 +13,12 @@ from typing import Any, Self
 
 from scalax._jax.equations import Literal, shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxpr.dim_classes import Dimensions, Numbers
-from scalax._jaxpr.dim_rules import ELEMENTWISE, reshaped
+from scalax._jaxpr.dim_classes import DimClasses, DimIds
+from scalax._jaxpr.dim_rules import ELEMENTWISE, reshape_groups
 from scalax._spmd.placements.placement import Placements, Replicate, Shard
 
 
-class _Numbered(Dimensions):
+class _Numbered(DimClasses):
     """Numbers the dimensions of constants, too.
 
     Attributes:
@@ -27,12 +27,12 @@ class _Numbered(Dimensions):
     """
 
     def __init__(self, jaxpr: Any, blocks: int) -> None:
-        self.splits: list[tuple[Numbers, int]] = []
-        self._runs: dict[int, tuple[Sequence[Numbers], list[Numbers]]] = {}
-        self._pairs: dict[tuple[Numbers, Numbers], Numbers] = {}
+        self.splits: list[tuple[DimIds, int]] = []
+        self._runs: dict[int, tuple[Sequence[DimIds], list[DimIds]]] = {}
+        self._pairs: dict[tuple[DimIds, DimIds], DimIds] = {}
         super().__init__(jaxpr, blocks)
 
-    def _run(self, jaxpr: Any, arguments: Sequence[Numbers]) -> list[Numbers]:
+    def _run(self, jaxpr: Any, arguments: Sequence[DimIds]) -> list[DimIds]:
         if (run := self._runs.get(id(jaxpr))) is not None:
             # Wherever a jaxpr is used its values have the same dimensions.
             for before, numbers in zip(run[0], arguments, strict=True):
@@ -40,7 +40,7 @@ class _Numbered(Dimensions):
             return run[1]
         known = {id(var): numbers for var, numbers in zip(jaxpr.invars, arguments, strict=True)}
 
-        def of(atom: Any) -> Numbers:
+        def of(atom: Any) -> DimIds:
             numbers = known.get(id(atom))
             if numbers is None or len(numbers) != len(shape_of(atom)):
                 numbers = self.new(atom)
@@ -69,7 +69,7 @@ class _Numbered(Dimensions):
         self._runs[id(jaxpr)] = arguments, results
         return results
 
-    def _joined_pair(self, one: Numbers, other: Numbers) -> Numbers:
+    def _joined_pair(self, one: DimIds, other: DimIds) -> DimIds:
         """The numbers of dimensions that meet; few pairs are different, and those often."""
         if one == other:
             return one
@@ -77,10 +77,10 @@ class _Numbered(Dimensions):
             self._pairs[pair] = self.joined(pair)
         return self._pairs[pair]
 
-    def _reshaped(self, equation: Any, known: Numbers, new: Numbers) -> Numbers:
+    def _reshaped(self, equation: Any, known: DimIds, new: DimIds) -> DimIds:
         result = super()._reshaped(equation, known, new)
         shape = shape_of(equation.outvars[0])
-        for old, split in reshaped(equation):
+        for old, split in reshape_groups(equation):
             dim = sharded_part(split, shape, self._shards)
             if dim is not None and result[split[0]] == new[split[0]]:
                 self.splits.append((tuple([known[x] for x in old]), result[dim]))

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from jax.sharding import NamedSharding
 
 from scalax._core.pytree.partition_specs import entries, entry_axes
-from scalax._jax.equations import equations, shardings_said
+from scalax._jax.equations import all_equations, sharding_params
 from scalax._jax.primitives import primitive_name
-from scalax._jaxpr.batch_dependence import Dependence
+from scalax._jaxpr.batch_dependence import BatchDependence
 
 
 class BatchSource(NamedTuple):
@@ -38,12 +38,12 @@ def batch_sources(jaxpr: Any, sharded: Sequence[bool]) -> list[BatchSource]:
         jaxpr: the jaxpr of the step.
         sharded: which of its arguments are sharded.
     """
-    constraints = [x for x in equations(jaxpr) if primitive_name(x) == 'sharding_constraint']
+    constraints = [x for x in all_equations(jaxpr) if primitive_name(x) == 'sharding_constraint']
     if not constraints:
         return []
-    depending, found = Dependence(jaxpr, sharded), list[BatchSource]()
+    depending, found = BatchDependence(jaxpr, sharded), list[BatchSource]()
     for equation in constraints:
-        [var], said = equation.outvars, shardings_said(equation)[1]
+        [var], said = equation.outvars, sharding_params(equation)[1]
         if var in depending or not isinstance(sharding := said.get(0), NamedSharding):
             continue
         sharded_dims = [

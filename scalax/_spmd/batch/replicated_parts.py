@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from scalax._jax.equations import dim_of, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jax.random_bits import bits_at, depends_on_indices
-from scalax._jaxpr.dim_rules import CHEAP, dims_of
+from scalax._jaxpr.dim_rules import CHEAP_ELEMENTWISE, dim_rule
 from scalax._spmd.placements.collectives import BlockAxes, block_index
 
 DimBlock = tuple[int, BlockAxes, int]
@@ -26,7 +26,7 @@ DimBlock = tuple[int, BlockAxes, int]
 def is_computed_by_block(equation: Any) -> bool:
     """Whether a block of the result of an equation is computed without the rest of it."""
     name = primitive_name(equation)
-    return name in CHEAP or name in ('broadcast_in_dim', 'iota') or depends_on_indices(equation)
+    return name in CHEAP_ELEMENTWISE or name in ('broadcast_in_dim', 'iota') or depends_on_indices(equation)
 
 
 def block_operand_dims(equation: Any, dim: int) -> dict[int, int]:
@@ -37,7 +37,7 @@ def block_operand_dims(equation: Any, dim: int) -> dict[int, int]:
     size = shape_of(equation.outvars[0])[dim]
     return {
         i: source
-        for i, source in dims_of(equation).results[0][dim]
+        for i, source in dim_rule(equation).results[0][dim]
         if shape_of(equation.invars[i])[source] == size
     }
 

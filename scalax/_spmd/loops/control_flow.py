@@ -8,19 +8,19 @@ from typing import Any
 from scalax._jax.equations import (
     ANNOTATED_CALLS,
     Loop,
-    annotated,
+    annotated_call_jaxpr,
     branches,
-    called,
+    call_jaxpr,
     loop_of,
-    opened,
-    rounds_param,
+    open_jaxpr,
     shape_of,
-    shardings_said,
+    sharding_params,
     size_of,
+    trip_count_param,
 )
-from scalax._jax.manual_axes import remade, scan_counts
+from scalax._jax.manual_axes import rebuild_jaxpr, scan_counts
 from scalax._jax.primitives import primitive_name
-from scalax._jaxpr.carry_accumulation import reductions_of
+from scalax._jaxpr.carry_accumulation import carry_reductions
 from scalax._spmd.context import PartitionContext
 from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.loops.example_loops import independent_axes
@@ -45,11 +45,11 @@ _MOST_ROUNDS = 12
 
 def partition_call(editor: JaxprEditor, equation: Any, values: Sequence[Value]) -> None:
     """Writes a call whose jaxpr runs on blocks."""
-    said = shardings_said(equation) if primitive_name(equation) == 'jit' else [{}, {}]
+    said = sharding_params(equation) if primitive_name(equation) == 'jit' else [{}, {}]
     for i, sharding in said[0].items():
         apply_sharding(editor, equation, values[i], sharding)
     is_annotated, backward = primitive_name(equation) in ANNOTATED_CALLS, editor.is_backward(equation)
-    jaxpr = annotated(equation) if is_annotated else called(equation)
+    jaxpr = annotated_call_jaxpr(equation) if is_annotated else call_jaxpr(equation)
     inner = editor.context.partition(
         jaxpr, [argument_of(editor, x) for x in values], backward=backward, at=equation
     )
@@ -204,7 +204,7 @@ def partition_scan(editor: JaxprEditor, equation: Any, values: Sequence[Value]) 
     params = {'jaxpr': inner.jaxpr}
     rounds = (loop.length or 0) // apart.devices
     if apart.axes:
-        params |= rounds_param(rounds)
+        params |= trip_count_param(rounds)
     if numbers:
         params |= scan_counts(len(constants) + 1, loop.carried, len(stacks), stacked)
     written = editor.code.local(equation, atoms, [output.atom for output in outputs], **params)
@@ -225,7 +225,7 @@ def partition_while(editor: JaxprEditor, equation: Any, values: Sequence[Value])
         arguments = [*map(_argument, constants), *[Argument(x) for x in carried]]
         return context.partition(loop.body, arguments, results, backward=backward, at=equation)
 
-    of_each = bool(shape_of(opened(loop.test).outvars[0]))
+    of_each = bool(shape_of(open_jaxpr(loop.test).outvars[0]))
     ends = None if of_each else [editor.context.replicated]
     if of_each:  # devices that end apart exchange nothing in a round, so state comes before the first one
         tested, constants = (
@@ -381,7 +381,7 @@ def _is_kept(editor: JaxprEditor, value: Value) -> bool:
 
 def _first(loop: Loop, begun: Sequence[Value]) -> list[Placements]:
     """The first placements of what a loop carries: what is only added to may be a sum."""
-    reductions, found = reductions_of(loop), list[Placements]()
+    reductions, found = carry_reductions(loop), list[Placements]()
     for i, value in enumerate(begun):
         placements = value.placements
         if value.is_replicated and reductions.of(i) == 'sum':
@@ -434,8 +434,8 @@ def _taking_number(editor: JaxprEditor, inner: PartitionedJaxpr) -> Any:
     """A jaxpr that takes the number of the microbatch, used or not."""
     if inner.takes_microbatch_index:
         return inner.jaxpr
-    jaxpr = opened(inner.jaxpr)
-    return remade(inner.jaxpr, [editor.code.scalar('int32'), *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
+    jaxpr = open_jaxpr(inner.jaxpr)
+    return rebuild_jaxpr(inner.jaxpr, [editor.code.scalar('int32'), *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
 
 
 def _reduce(editor: JaxprEditor, values: Sequence[Value], equation: Any) -> None:

@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from scalax._jax.equations import Loop, equations
-from scalax._jaxpr.carry_accumulation import reductions_of
+from scalax._jax.equations import Loop, all_equations
+from scalax._jaxpr.carry_accumulation import carry_reductions
 from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.placements.placement import REPLICATE, Partial, Placement, Placements, Shard
 from scalax._spmd.values import Argument, Value
@@ -113,12 +113,12 @@ def independent_axes(
 def has_pipelines(editor: JaxprEditor, loop: Loop) -> bool:
     """Returns whether a round runs layers as a pipeline."""
     pipelines = editor.context.pipelines
-    return bool(pipelines) and any(id(equation) in pipelines for equation in equations(loop.body))
+    return bool(pipelines) and any(id(equation) in pipelines for equation in all_equations(loop.body))
 
 
 def _reductions(loop: Loop) -> list[Placement] | None:
     """The placements of carried values behind rounds that run apart; None if rounds depend on each other."""
-    reductions, found = reductions_of(loop), list[Placement]()
+    reductions, found = carry_reductions(loop), list[Placement]()
     for i in range(loop.carried):
         if reductions.is_handed_on(i):
             found.append(REPLICATE)

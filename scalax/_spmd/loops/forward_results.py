@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scalax._jax.equations import Literal, is_on_device, opened
+from scalax._jax.equations import Literal, is_on_device, open_jaxpr
 from scalax._jax.primitives import primitive_name
 from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.values import Value
@@ -31,7 +31,7 @@ def finish_forward_results(editor: JaxprEditor, loop: Any, operands: Sequence[Va
     """
     if editor.context.microbatch_axis is not None:
         return
-    inner = opened(editor.jaxpr)
+    inner = open_jaxpr(editor.jaxpr)
     number = next(i for i, equation in enumerate(inner.eqns) if equation is loop)
     if any(primitive_name(x) == 'scan' and editor.is_backward(x) for x in inner.eqns[:number]):
         return  # what a backward pass leaves is computed of cotangents, which take little memory

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scalax._jax.equations import Loop, makers_of, opened
+from scalax._jax.equations import Loop, open_jaxpr, producers_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxpr.dim_rules import reshaped
+from scalax._jaxpr.dim_rules import reshape_groups
 from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.placements.placement import Placements, Shard
 from scalax._spmd.values import Value
@@ -36,7 +36,7 @@ def stack_placements(editor: JaxprEditor, loop: Loop, stacks: Sequence[Value]) -
     sharded = [any(map(_shards_rounds, placements)) for placements in before]
     if not loop.carried or not any(sharded):
         return before
-    makers = makers_of(opened(editor.jaxpr))
+    makers = producers_of(open_jaxpr(editor.jaxpr))
     dims = [
         _examples_dim(makers, stack.var, editor.context.blocks) if is_sharded else None
         for stack, is_sharded in zip(stacks, sharded, strict=True)
@@ -60,7 +60,7 @@ def _examples_dim(makers: Any, atom: Any, blocks: int) -> int | None:
     if maker is None or primitive_name(maker) != 'reshape':
         return None
     shape = maker.outvars[0].aval.shape
-    for old, new in reshaped(maker):
+    for old, new in reshape_groups(maker):
         if len(old) == 1 and len(new) > 1 and new[0] == 0:
             return next((dim for dim in new[1:] if shape[dim] % blocks == 0), None)
     return None

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._jax.equations import is_ordered, shape_of, takes_blocks, told
+from scalax._jax.equations import is_ordered, is_partitioned_callback, shape_of, sharding_callback
 from scalax._jax.manual_axes import callbacks_nest
-from scalax._jax.rewriting import run_equation
+from scalax._jax.rewriting import eval_equation
 from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.placements.placement import REPLICATE, Partial, spec_of
 from scalax._spmd.values import CannotPartition, Value
@@ -35,7 +35,7 @@ def partition_callback(editor: JaxprEditor, equation: Any, values: Sequence[Valu
             'leave out ordered=True, and hand the callback the number of its round',
         )
     context = editor.context
-    if takes_blocks(equation):
+    if is_partitioned_callback(equation):
         sums = [tuple([REPLICATE if isinstance(x, Partial) else x for x in v.placements]) for v in values]
         atoms = [editor.convert(value, x, equation) for value, x in zip(values, sums, strict=True)]
         editor.eqns.append(editor.code.local(equation, atoms, equation.outvars))
@@ -67,7 +67,7 @@ def inspect_placements(editor: JaxprEditor, equation: Any, values: Sequence[Valu
         )
     if value.has_sum:
         editor.reduce(value, equation)
-    tell = functools.partial(_tell, told(equation), spec_of(value.placements, context.axes))
+    tell = functools.partial(_tell, sharding_callback(equation), spec_of(value.placements, context.axes))
     editor.eqns.append(editor.code.local(equation, [value.atom], [], callback=tell))
 
 
@@ -81,7 +81,7 @@ def _on_first_device(equation: Any, axes: Sequence[str], auto: Sequence[str]) ->
     def run(*operands: Any) -> list[Any]:
         is_first = jax.lax.axis_index((*axes,)) == 0
         zeros = [jnp.zeros(shape_of(var), var.aval.dtype) for var in equation.outvars]
-        results = jax.lax.cond(is_first, lambda: run_equation(equation, operands), lambda: zeros)
+        results = jax.lax.cond(is_first, lambda: eval_equation(equation, operands), lambda: zeros)
         return [_sent(x, axes) for x in results]
 
     if not auto:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from scalax._core.pytree.partition_specs import canonical_entry
 from scalax._jax import kernels
 from scalax._jax.equations import shape_of, size_of
-from scalax._jax.manual_axes import ManualCode
+from scalax._jax.manual_axes import ManualEquations
 from scalax._spmd.operations.pallas_kernels import in_shard_map
 from scalax._spmd.placements.auto_shardings import AutoShardings
 from scalax._spmd.placements.placement import REPLICATE, SUM, Placement, Shard
@@ -42,7 +42,7 @@ def attention_placements(
     ):
         return None
     is_split = any(isinstance(x, Shard) and x.dim and not x.is_state for x in placements)  # in time or heads
-    if is_split or kernels.drops_attention(equation):
+    if is_split or kernels.has_attention_dropout(equation):
         return None
     examples = shape_of(operands[0])[0]
     found = list[Placement]()
@@ -58,7 +58,7 @@ def attention_placements(
 
 
 def attention_along_auto_axes(
-    code: ManualCode, auto: AutoShardings, equation: Any, operands: Sequence[Any], results: Sequence[Any]
+    code: ManualEquations, auto: AutoShardings, equation: Any, operands: Sequence[Any], results: Sequence[Any]
 ) -> Any:
     """Returns attention on blocks, on a mesh with axes that stay Auto inside: they may shard the heads.
 

@@ -14,8 +14,8 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from scalax._core.pytree.partition_specs import canonical_entry, entry_axes
-from scalax._jax.custom_partitioning import mapped_over_blocks
-from scalax._jax.equations import annotated, shape_of
+from scalax._jax.custom_partitioning import as_shard_map
+from scalax._jax.equations import annotated_call_jaxpr, shape_of
 from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.loops.control_flow import argument_of, partition_call
 from scalax._spmd.operations.user_shard_maps import partition_shard_map
@@ -27,11 +27,13 @@ def partition_custom(editor: JaxprEditor, equation: Any, values: Sequence[Value]
     """Writes an operation with a partitioning of its own."""
     backward = editor.is_backward(equation)
     arguments = [argument_of(editor, value) for value in values]
-    inner = editor.context.partition(annotated(equation), arguments, backward=backward, at=equation)
+    inner = editor.context.partition(
+        annotated_call_jaxpr(equation), arguments, backward=backward, at=equation
+    )
     mapped = None
     if editor.context.microbatch_axis is None and any(each.what == 'examples' for each in inner.collectives):
         specs = [_spec(editor, value) for value in values]
-        mapped = mapped_over_blocks(equation, specs, editor.context.mesh)
+        mapped = as_shard_map(equation, specs, editor.context.mesh)
     if mapped is None:
         partition_call(editor, equation, values)
     else:

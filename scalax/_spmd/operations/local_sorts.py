@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scalax._jax.equations import opened, ragged_dim, shape_of
+from scalax._jax.equations import open_jaxpr, ragged_dim, shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxpr.sort_orders import block_of
+from scalax._jaxpr.sort_orders import find_sorted_block
 from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.placements.placement import REPLICATE, Placements, Shard
 from scalax._spmd.values import Value
@@ -40,10 +40,10 @@ def record_local_sort(editor: JaxprEditor, equation: Any, keys: Value) -> None:
     context, count = editor.context, 1
     for i in axes:
         count *= context.sizes[i]
-    block = block_of(editor.jaxpr, equation, count)
+    block = find_sorted_block(editor.jaxpr, equation, count)
     if block is None:
         return
-    inside = [eqn for eqn in opened(editor.jaxpr).eqns if eqn in block.own]
+    inside = [eqn for eqn in open_jaxpr(editor.jaxpr).eqns if eqn in block.own]
     changed = {*map(id, inside), *map(id, block.products)}
     if not changed.isdisjoint(editor.local_rows):
         return

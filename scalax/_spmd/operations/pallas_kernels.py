@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec
 from scalax._core.pytree.partition_specs import canonical_entry
 from scalax._jax import kernels
 from scalax._jax.equations import shape_of
-from scalax._jax.manual_axes import ManualCode
-from scalax._jax.rewriting import bound
+from scalax._jax.manual_axes import ManualEquations
+from scalax._jax.rewriting import rebind
 from scalax._jaxpr.dim_rules import Axes
 from scalax._spmd.placements.auto_shardings import AutoShardings
 from scalax._spmd.placements.placement import REPLICATE, Placement, Shard
@@ -34,29 +34,29 @@ def kernel_placements(
         placements: those of its operands along one axis.
         blocks: into how many blocks all batch axes split a dimension.
     """
-    arrays, whole = kernels.blocks(equation), kernels.count_whole(equation)
+    arrays, whole = kernels.block_mappings_of(equation), kernels.count_index_operands(equation)
     operands = len(equation.invars)
     if whole + len(arrays) != operands + len(equation.outvars):
         return None
     if any(isinstance(x, Shard) and not x.is_state for x in placements[:whole]):
         return None
     steps = [
-        kernels.walked(array).get(x.dim)
+        kernels.grid_dims(array).get(x.dim)
         for array, x in zip(arrays, placements[whole:], strict=False)
         if isinstance(x, Shard) and not x.is_state
     ]
     step = next((x for x in steps if x is not None), None)
-    if step is None or not kernels.deals_rows(equation, step, blocks):
+    if step is None or not kernels.can_split_grid(equation, step, blocks):
         return None
     found: list[Placement] = [REPLICATE] * whole
     for array in arrays:
-        dims = [dim for dim, other in kernels.walked(array).items() if other == step]
+        dims = [dim for dim, other in kernels.grid_dims(array).items() if other == step]
         found.append(Shard(dims[0]) if dims else REPLICATE)
     return found[:operands], found[operands:]
 
 
 def kernel_params(
-    code: ManualCode, equation: Any, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
+    code: ManualEquations, equation: Any, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
     """Returns the parameters of a kernel that runs on blocks.
 
@@ -67,7 +67,7 @@ def kernel_params(
         results: those of its results.
     """
     shards = _shards(equation, [*operands, *results])
-    params = kernels.part_params(equation, shards) if shards else {}
+    params = kernels.split_grid_params(equation, shards) if shards else {}
     if kernels.is_interpreted(equation):
         return kernels.interpreted_params(equation, params, code.in_context)
     return params
@@ -76,16 +76,18 @@ def kernel_params(
 def _shards(equation: Any, shapes: Sequence[Sequence[int]]) -> dict[int, int]:
     """Into how many blocks the steps of each dimension of the grid are split, by the local shapes."""
     shards = dict[int, int]()
-    for array, local in zip(kernels.blocks(equation), shapes[kernels.count_whole(equation) :], strict=False):
+    for array, local in zip(
+        kernels.block_mappings_of(equation), shapes[kernels.count_index_operands(equation) :], strict=False
+    ):
         shape = kernels.array_shape(array)
-        for dim, step in kernels.walked(array).items():
+        for dim, step in kernels.grid_dims(array).items():
             if local[dim] != shape[dim]:
                 shards[step] = shape[dim] // local[dim]
     return shards
 
 
 def kernel_along_auto_axes(
-    code: ManualCode, auto: AutoShardings, equation: Any, operands: Sequence[Any], results: Sequence[Any]
+    code: ManualEquations, auto: AutoShardings, equation: Any, operands: Sequence[Any], results: Sequence[Any]
 ) -> Any:
     """Returns the equation of a kernel that runs on blocks, on a mesh with axes that stay Auto inside.
 
@@ -102,14 +104,14 @@ def kernel_along_auto_axes(
     shards = _shards(equation, [*map(shape_of, operands), *map(shape_of, results)])
     over = _auto_steps(equation, auto, shards)
     specs = [PartitionSpec()] * (len(operands) + len(results))
-    whole = kernels.count_whole(equation)
-    for i, array in enumerate(kernels.blocks(equation) if over else (), whole):
-        dims = {dim: over[step] for dim, step in kernels.walked(array).items() if step in over}
+    whole = kernels.count_index_operands(equation)
+    for i, array in enumerate(kernels.block_mappings_of(equation) if over else (), whole):
+        dims = {dim: over[step] for dim, step in kernels.grid_dims(array).items() if step in over}
         entries = [canonical_entry(dims.get(dim, ())) for dim in range(len(kernels.array_shape(array)))]
         specs[i] = PartitionSpec(*entries)
     shards |= {step: math.prod(auto.sizes[axis] for axis in axes) for step, axes in over.items()}
 
-    params = kernels.part_params(equation, shards)
+    params = kernels.split_grid_params(equation, shards)
     if kernels.is_interpreted(equation):
         params = kernels.interpreted_params(equation, params, code.along_all_axes().in_context)
 
@@ -117,7 +119,7 @@ def kernel_along_auto_axes(
 
 
 def in_shard_map(
-    code: ManualCode,
+    code: ManualEquations,
     auto: AutoShardings,
     equation: Any,
     operands: Sequence[Any],
@@ -138,7 +140,7 @@ def in_shard_map(
     """
 
     def on_device(*blocks: Any) -> Any:
-        return bound(equation, *blocks, **params)
+        return rebind(equation, *blocks, **params)
 
     mapped = jax.shard_map(
         on_device,
@@ -158,16 +160,16 @@ def _auto_steps(equation: Any, auto: AutoShardings, shards: dict[int, int]) -> d
         auto: where values are along these axes.
         shards: the dimensions of the grid whose steps the axes of the batch split.
     """
-    arrays, whole = kernels.blocks(equation), kernels.count_whole(equation)
+    arrays, whole = kernels.block_mappings_of(equation), kernels.count_index_operands(equation)
     found, used = dict[int, Axes](), set[str]()
     if whole + len(arrays) != len(equation.invars) + len(equation.outvars):
         return found
     for array, atom in zip(arrays, equation.invars[whole:], strict=False):
         dims = auto.of(atom)
-        for dim, step in kernels.walked(array).items() if dims else ():
+        for dim, step in kernels.grid_dims(array).items() if dims else ():
             count = math.prod(auto.sizes[axis] for axis in dims[dim])
             is_free = step not in shards and step not in found and used.isdisjoint(dims[dim])
-            if count > 1 and is_free and kernels.deals_rows(equation, step, count):
+            if count > 1 and is_free and kernels.can_split_grid(equation, step, count):
                 found[step] = dims[dim]
                 used.update(dims[dim])
     return found

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scalax._jax.equations import is_from_zero, ragged_dim, ragged_dot_dims, shape_of
-from scalax._jaxpr.dim_rules import dims_of
+from scalax._jax.equations import has_all_groups, ragged_dim, ragged_dot_dims, shape_of
+from scalax._jaxpr.dim_rules import dim_rule
 from scalax._spmd.placements.placement import REPLICATE, SUM, Placement, Shard
 
 
@@ -36,11 +36,11 @@ def row_placements(
     is_right = isinstance(right, Shard) and right.dim == others.get(rows) and not right.is_state
     if not (is_left or is_right) or rows in batch:
         return None
-    if len(shape_of(equation.invars[2])) != 1 or not is_from_zero(equation):
+    if len(shape_of(equation.invars[2])) != 1 or not has_all_groups(equation):
         return None
     if rows in others:
         return (Shard(rows), Shard(others[rows]), REPLICATE), SUM
-    dim = dims_of(equation).of_alone([(0, rows)])
+    dim = dim_rule(equation).of_alone([(0, rows)])
     return None if dim is None else ((Shard(rows), REPLICATE, REPLICATE), Shard(dim))
 
 

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from scalax._jax.equations import manual_axes, mapped, mapped_inputs, mapped_mesh, mapped_outputs, shape_of
+from scalax._jax.equations import (
+    shape_of,
+    shard_map_in_specs,
+    shard_map_jaxpr,
+    shard_map_manual_axes,
+    shard_map_mesh_shape,
+    shard_map_out_specs,
+)
 from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.placements.layouts import Layout
 from scalax._spmd.placements.placement import (
@@ -135,7 +142,11 @@ class _Axes(NamedTuple):
 
 def partition_shard_map(editor: JaxprEditor, equation: Any, values: Sequence[Value]) -> None:
     """Writes what a `shard_map` runs: in place along the axes of the batch, and as one along others."""
-    context, manual, mesh = editor.context, manual_axes(equation), dict(mapped_mesh(equation))
+    context, manual, mesh = (
+        editor.context,
+        shard_map_manual_axes(equation),
+        dict(shard_map_mesh_shape(equation)),
+    )
     if context.microbatch_axis is not None:
         raise CannotPartition(equation, 'it is in a layer of a pipeline, which runs on one microbatch')
     if [*mesh.items()] != [*context.mesh.shape.items()]:
@@ -154,12 +165,12 @@ def partition_shard_map(editor: JaxprEditor, equation: Any, values: Sequence[Val
         mesh,
         context.axes,
     )
-    body, _ = mapped(equation)
+    body, _ = shard_map_jaxpr(equation)
     for value in values:
         if value.has_sum:
             editor.reduce(value, equation)
     atoms, arguments, has_examples = [], list[Argument](), False
-    for value, spec, var in zip(values, mapped_inputs(equation), body.invars, strict=True):
+    for value, spec, var in zip(values, shard_map_in_specs(equation), body.invars, strict=True):
         kept = editor.shard_map_blocks.get(id(value.var))
         if kept is not None and kept.manual == manual and kept.spec == spec:
             atoms.append(kept.atom)
@@ -179,7 +190,7 @@ def partition_shard_map(editor: JaxprEditor, equation: Any, values: Sequence[Val
     partitioner = context.for_shard_map(
         equation, body, arguments, _layouts(editor, equation, axes), axes.left, axes.nested
     )
-    backward, specs = editor.is_backward(equation), mapped_outputs(equation)
+    backward, specs = editor.is_backward(equation), shard_map_out_specs(equation)
     inner = partitioner.partition(body, arguments, backward=backward, at=equation)
     ends = [
         axes.left_placements(placements, spec, shape_of(var))
@@ -201,7 +212,9 @@ def partition_shard_map(editor: JaxprEditor, equation: Any, values: Sequence[Val
         for var, output, join in zip(equation.outvars, outputs, joins, strict=True)
     ]
     if axes.nested:
-        nested = [[_along(spec, axes.nested) for spec in each] for each in (mapped_inputs(equation), specs)]
+        nested = [
+            [_along(spec, axes.nested) for spec in each] for each in (shard_map_in_specs(equation), specs)
+        ]
         written = editor.code.mapped(
             equation, inner.jaxpr, (nested[0], nested[1]), axes.nested, atoms, blocks
         )
@@ -230,7 +243,7 @@ def _layouts(editor: JaxprEditor, equation: Any, axes: _Axes) -> list[Layout | N
     """The layouts that are wanted of the results of the body, along the axes that are left."""
     layouts = list[Layout | None]()
     for var, spec, inside in zip(
-        equation.outvars, mapped_outputs(equation), mapped(equation)[0].outvars, strict=True
+        equation.outvars, shard_map_out_specs(equation), shard_map_jaxpr(equation)[0].outvars, strict=True
     ):
         layout = editor.context.reduction_layouts.of(var)
         if layout is not None:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from scalax._jax.equations import loop_of, shape_of
-from scalax._jaxpr.abstract_interpreter import Interpreter
-from scalax._jaxpr.dim_rules import dims_of
+from scalax._jaxpr.abstract_interpreter import AbstractInterpreter
+from scalax._jaxpr.dim_rules import dim_rule
 from scalax._jaxpr.dim_sharding import UNSHARDED, DimSharding, merged, of_dims
 
 ROWS, LAYERS, _MINOR = 'rows', 'layers', 'minor'
 
 
-class Places(Interpreter[DimSharding]):
+class LayerScanFinder(AbstractInterpreter[DimSharding]):
     """Which dimensions have rows, and which have layers; in place of mesh axes, a sharding has these marks.
 
     They are hints: what a pipeline computes does not depend on them.
@@ -32,7 +32,7 @@ class Places(Interpreter[DimSharding]):
         self.results(jaxpr, arguments)
 
     def primitive(self, name: str, equation: Any, operands: Sequence[DimSharding]) -> Sequence[DimSharding]:
-        results = dims_of(equation).through(operands) or [UNSHARDED] * len(equation.outvars)
+        results = dim_rule(equation).through(operands) or [UNSHARDED] * len(equation.outvars)
         return [*map(_first_of_each, results)]
 
     def joined(self, facts: Sequence[DimSharding]) -> DimSharding:

@@ -15,25 +15,25 @@ from scalax._jax.equations import (
     argument_names,
     is_on_device,
     loop_of,
-    makers_of,
-    opened,
+    open_jaxpr,
+    producers_of,
     scan_options,
     shape_of,
 )
 from scalax._jax.primitives import primitive_name
-from scalax._jaxpr.abstract_interpreter import LoopFacts
-from scalax._jaxpr.batch_dims import SUM, Fact, Refused, Rows, RowsOf
-from scalax._jaxpr.carry_accumulation import added_by_round
+from scalax._jaxpr.abstract_interpreter import LoopValues
+from scalax._jaxpr.batch_dims import PARTIAL_SUM, BatchDim, BatchDimAnalysis, BatchValue, MixesExamples
+from scalax._jaxpr.carry_accumulation import carry_increment
 from scalax._jaxpr.dim_sharding import DimSharding, of_dims
 from scalax._jaxpr.source_lines import line_of
 from scalax._spmd.batch.batch_arguments import BatchArguments
 from scalax._spmd.pipelines.config import Pipeline
-from scalax._spmd.pipelines.find_layer_scans import LAYERS, ROWS, Places
-from scalax._spmd.pipelines.loop_fission import apart
+from scalax._spmd.pipelines.find_layer_scans import LAYERS, ROWS, LayerScanFinder
+from scalax._spmd.pipelines.loop_fission import fission_scan
 from scalax._spmd.pipelines.microbatching import Microbatching
 from scalax._spmd.pipelines.schedule import PipelinedScan
-from scalax._spmd.pipelines.sink_constants import with_own_constants
-from scalax._spmd.pipelines.summary import Loops, PipelinedLoop
+from scalax._spmd.pipelines.sink_constants import sink_constants
+from scalax._spmd.pipelines.summary import PipelinedLoop, PipelinedLoops
 from scalax._spmd.placements.placement import REPLICATE, Placement, Shard
 from scalax._spmd.placements.placement import SUM as SUMMED
 from scalax.errors import StagesError, StagesWarning, plural, shown, warn
@@ -44,7 +44,7 @@ _IDLE = 0.5
 
 def find_pipelines(
     jaxpr: Any, arguments: BatchArguments, sizes: Mapping[str, int], pipeline: Pipeline
-) -> tuple[Any, Mapping[int, PipelinedScan], Loops]:
+) -> tuple[Any, Mapping[int, PipelinedScan], PipelinedLoops]:
     """Returns a jaxpr with loops over layers that can run as pipelines, these, and what plans say of them.
 
     Args:
@@ -57,11 +57,11 @@ def find_pipelines(
         StagesError: something has to be changed, in the model, the rules or the mesh.
     """
     _check_rounds(pipeline, sizes[pipeline.axis])
-    jaxpr = rewriting.flattened(jaxpr, (), around='scan')
+    jaxpr = rewriting.inline_and_sink_constants(jaxpr, (), around='scan')
     rows = _rows_of(arguments)
     microbatching = _microbatching(jaxpr, arguments, rows, sizes, pipeline)
     marks = [*_marks(jaxpr, arguments, rows, pipeline.axis)]
-    places = Places(jaxpr, marks)
+    places = LayerScanFinder(jaxpr, marks)
     if not places.loops:
         raise StagesError(
             f'no loop runs over layers that are sharded over {pipeline.axis!r}, so nothing is a pipeline. '
@@ -71,7 +71,7 @@ def find_pipelines(
             'in in_shardings.'
         )
     _warn_idle(microbatching, pipeline)
-    times = _times(opened(jaxpr), places.loops)
+    times = _times(open_jaxpr(jaxpr), places.loops)
     staged = _Staged(places, microbatching, pipeline, argument_names(jaxpr), times)
     jaxpr = staged.jaxpr(jaxpr)
     if not staged.loops:
@@ -84,7 +84,7 @@ def find_pipelines(
     return jaxpr, staged.pipelines, staged.loops
 
 
-def has_stages(sizes: Mapping[str, int], pipeline: Pipeline) -> bool:
+def has_several_stages(sizes: Mapping[str, int], pipeline: Pipeline) -> bool:
     """Returns whether the axis of stages has several devices; warns if it has one.
 
     Raises:
@@ -110,7 +110,7 @@ def _times(jaxpr: Any, loops: Container[int], times: int = 1) -> Counter[int]:
             found[id(equation)] += times
             continue
         rounds = loop_of(equation).length if primitive_name(equation) == 'scan' else None
-        for inside in equations.jaxprs_in(equation):
+        for inside in equations.inner_jaxprs(equation):
             found += _times(inside, loops, times * (rounds or 1))
     return found
 
@@ -129,7 +129,7 @@ def _microbatching(
     pipeline: Pipeline,
 ) -> Microbatching:
     """Returns how the batch is split into microbatches."""
-    invars, names = opened(jaxpr).invars, argument_names(jaxpr)
+    invars, names = open_jaxpr(jaxpr).invars, argument_names(jaxpr)
     found = {i: (shape_of(invars[i])[dim], arguments.shardings[i][dim]) for i, dim in rows.items()}
     if len({*found.values()}) > 1:
         listed = '\n'.join(
@@ -149,8 +149,8 @@ def _microbatching(
 def _marks(
     jaxpr: Any, arguments: BatchArguments, rows: Mapping[int, int], axis: str
 ) -> Iterator[DimSharding]:
-    """What is known of the dimensions of the arguments, as for `Places`."""
-    for i, var in enumerate(opened(jaxpr).invars):
+    """What is known of the dimensions of the arguments, as for `LayerScanFinder`."""
+    for i, var in enumerate(open_jaxpr(jaxpr).invars):
         ndim = len(shape_of(var))
         if i in rows:
             yield of_dims({rows[i]: (ROWS,)}, ndim)
@@ -174,7 +174,11 @@ def _sharded(marks: Sequence[DimSharding], names: Sequence[str]) -> str:
 
 
 def _check_layers(
-    equation: Any, places: Places, names: Sequence[str], microbatching: Microbatching, pipeline: Pipeline
+    equation: Any,
+    places: LayerScanFinder,
+    names: Sequence[str],
+    microbatching: Microbatching,
+    pipeline: Pipeline,
 ) -> None:
     """Raises StagesError about stacks that are sharded otherwise, or layers that do not divide."""
     loop, line = loop_of(equation), line_of(equation)
@@ -236,7 +240,7 @@ class _Staged(rewriting.Rewriter):
 
     def __init__(
         self,
-        places: Places,
+        places: LayerScanFinder,
         microbatching: Microbatching,
         pipeline: Pipeline,
         names: Sequence[str],
@@ -249,16 +253,16 @@ class _Staged(rewriting.Rewriter):
         self._names, self._times = names, times
 
     def jaxpr(self, jaxpr: Any) -> Any:
-        inner, makers = opened(jaxpr), makers_of(opened(jaxpr))
+        inner, makers = open_jaxpr(jaxpr), producers_of(open_jaxpr(jaxpr))
         if not any(id(equation) in self._places.loops for equation in inner.eqns):
             return super().jaxpr(jaxpr)
         eqns: list[Any] = []
         for equation in inner.eqns:
             if id(equation) in self._places.loops:
-                eqns += self._loops(with_own_constants(jaxpr, makers, equation), equation)
+                eqns += self._loops(sink_constants(jaxpr, makers, equation), equation)
             else:
                 eqns.append(self._equation(equation))
-        return rewriting.replaced(jaxpr, eqns=eqns)
+        return rewriting.replace_jaxpr(jaxpr, eqns=eqns)
 
     def _loops(self, equation: Any, before: Any) -> list[Any]:
         """Returns the equations of a loop over layers: the loop, or its parts.
@@ -288,26 +292,26 @@ class _Staged(rewriting.Rewriter):
                 'microbatches.'
             )
         operands = [
-            None if dim is None else Rows(dim, shape_of(x)[dim] // count)
+            None if dim is None else BatchDim(dim, shape_of(x)[dim] // count)
             for x, dim in zip(equation.invars, dims, strict=True)
         ]
-        rows = RowsOf(count)
+        rows = BatchDimAnalysis(count)
         try:
             _check_effects(loop.body)
             if not all(map(is_on_device, [*equation.invars, *equation.outvars])):
                 why = 'layers keep values in the memory of the host'
-                raise Refused(
+                raise MixesExamples(
                     equation, why, 'compute them again (jax.checkpoint) in place of offloading them'
                 )
             try:
                 facts = rows.rounds(equation, operands)
                 _check_sums(equation, facts.carried)
-            except Refused:
-                parts = apart(equation, rows, operands)
+            except MixesExamples:
+                parts = fission_scan(equation, rows, operands)
                 if not parts:
                     raise
                 return [*itertools.chain.from_iterable(self._part(part, before) for part in parts)]
-        except Refused as refused:
+        except MixesExamples as refused:
             raise StagesError(
                 f'the loop over layers at {line} cannot run on microbatches: {refused}, at '
                 f'{line_of(refused.equation, [*refused.calls, equation])}\n'
@@ -329,27 +333,31 @@ class _Staged(rewriting.Rewriter):
         return self._loops(equation, equation)
 
 
-def _placements(facts: LoopFacts[Fact]) -> LoopFacts[Placement]:
+def _placements(facts: LoopValues[BatchValue]) -> LoopValues[Placement]:
     """The placements along microbatches of the values of a round."""
 
-    def placement(fact: Fact) -> Placement:
-        return Shard(fact.dim) if isinstance(fact, Rows) else REPLICATE if fact is None else SUMMED
+    def placement(fact: BatchValue) -> Placement:
+        return Shard(fact.dim) if isinstance(fact, BatchDim) else REPLICATE if fact is None else SUMMED
 
-    return LoopFacts(*[[*map(placement, each)] for each in facts])
+    return LoopValues(*[[*map(placement, each)] for each in facts])
 
 
 def _described(
-    equation: Any, facts: LoopFacts[Fact], microbatching: Microbatching, pipeline: Pipeline, executions: int
+    equation: Any,
+    facts: LoopValues[BatchValue],
+    microbatching: Microbatching,
+    pipeline: Pipeline,
+    executions: int,
 ) -> PipelinedLoop:
     """What plans say of a loop over layers."""
     loop = loop_of(equation)
     constants, carried, stacks = loop.parts(equation.invars)
 
-    def size(variables: Sequence[Any], known: Sequence[Fact], kind: Any) -> int:
+    def size(variables: Sequence[Any], known: Sequence[BatchValue], kind: Any) -> int:
         pairs = zip(variables, known, strict=False)
         return sum(array_bytes(var.aval) for var, fact in pairs if isinstance(fact, kind))
 
-    along, moving = size(constants, facts.constants, Rows), size(carried, facts.carried, Rows)
+    along, moving = size(constants, facts.constants, BatchDim), size(carried, facts.carried, BatchDim)
     same = size(carried, facts.carried, type(None))
     return PipelinedLoop(
         line=line_of(equation),
@@ -361,31 +369,33 @@ def _described(
         is_backward=bool(scan_options(equation)['reverse']),
         executions=executions,
         weights=size(stacks, facts.elements, type(None)),
-        saved_activation_bytes=size(equation.outvars[loop.carried :], facts.results, Rows),
+        saved_activation_bytes=size(equation.outvars[loop.carried :], facts.results, BatchDim),
         send_bytes=(along + moving) // pipeline.num_microbatches + same,
         io_bytes=(along + 2 * moving) // pipeline.num_microbatches,
     )
 
 
 def _check_effects(jaxpr: Any) -> None:
-    """Raises `Refused` about a print, or another effect: it would happen in each tick, on each stage."""
-    for each in opened(jaxpr).eqns:
+    """Raises `MixesExamples` about a print or another effect, which each stage would repeat in each tick."""
+    for each in open_jaxpr(jaxpr).eqns:
         if not each.effects:  # those inside of a kernel stay there
             continue
-        for inside in equations.jaxprs_in(each):
+        for inside in equations.inner_jaxprs(each):
             _check_effects(inside)
         why = f'{primitive_name(each)} has an effect, which would happen more often'
-        raise Refused(each, why, 'leave it out, or give its values to the loop as outputs of the layers')
+        raise MixesExamples(
+            each, why, 'leave it out, or give its values to the loop as outputs of the layers'
+        )
 
 
-def _check_sums(equation: Any, carried: Sequence[Fact]) -> None:
-    """Raises `Refused` about a sum over rows to which a layer does more than to add something."""
+def _check_sums(equation: Any, carried: Sequence[BatchValue]) -> None:
+    """Raises `MixesExamples` about a sum over rows to which a layer does more than to add something."""
     loop = loop_of(equation)
-    body = opened(rewriting.with_inlined(loop.body, lambda call: True))
+    body = open_jaxpr(rewriting.inline_calls(loop.body, lambda call: True))
     _, state, _ = loop.parts(body.invars)
     for var, out, fact in zip(state, body.outvars, carried, strict=False):
-        if fact == SUM and added_by_round(body, var, out) is None:
+        if fact == PARTIAL_SUM and carry_increment(body, var, out) is None:
             why = 'layers read a sum over the batch that they carry'
-            raise Refused(
+            raise MixesExamples(
                 equation, why, 'carry a sum for each example, and add up over the batch after the loop'
             )

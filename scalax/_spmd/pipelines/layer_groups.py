@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from scalax._spmd.pipelines.summary import sending
+from scalax._spmd.pipelines.summary import pipeline_scope
 
 
-def exchanged(
+def reorder_layer_groups(
     local: Any, axis: str, stages: int, rounds: int, line: str, *, dim: int = 0, back: bool = False
 ) -> Any:
     """Returns the layers that a stage runs, of those that stages store, in code of one device; or back.
@@ -35,7 +35,7 @@ def exchanged(
         run = jnp.asarray([each.run for each in sorted(moves, key=lambda each: each.end)])[stage]
         sent, kept = (run, stored) if back else (stored, run)
         group = jax.lax.dynamic_index_in_dim(groups, sent, dim, keepdims=False)
-        with sending('layers change stages', line):
+        with pipeline_scope('layers change stages', line):
             group = jax.lax.ppermute(group, axis, way)
         found = jax.lax.dynamic_update_index_in_dim(found, group, kept, dim)
     return found.reshape(local.shape)

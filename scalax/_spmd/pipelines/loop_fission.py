@@ -13,14 +13,21 @@ from typing import Any
 
 import jax
 
-from scalax._jax.equations import DropVar, Literal, Loop, loop_of, opened
-from scalax._jax.rewriting import added_equation, part_of, reading_others, run, with_inlined, with_results
-from scalax._jaxpr.batch_dims import SUM, Fact, Refused, Rows, RowsOf
-from scalax._jaxpr.carry_accumulation import added_by_round
+from scalax._jax.equations import DropVar, Literal, Loop, loop_of, open_jaxpr
+from scalax._jax.rewriting import (
+    eval_jaxpr,
+    extract_subjaxpr,
+    inline_calls,
+    substitute_vars,
+    trace_added_equation,
+    with_results,
+)
+from scalax._jaxpr.batch_dims import PARTIAL_SUM, BatchDim, BatchDimAnalysis, BatchValue, MixesExamples
+from scalax._jaxpr.carry_accumulation import carry_increment
 from scalax._spmd.pipelines.sink_constants import scan_like
 
 
-def apart(equation: Any, rows: RowsOf, operands: Sequence[Fact]) -> list[Any]:
+def fission_scan(equation: Any, rows: BatchDimAnalysis, operands: Sequence[BatchValue]) -> list[Any]:
     """Equations in place of a `scan` whose rounds need all of the batch; none where that is no help.
 
     Args:
@@ -29,25 +36,27 @@ def apart(equation: Any, rows: RowsOf, operands: Sequence[Fact]) -> list[Any]:
         operands: what is known of its operands.
     """
     loop = loop_of(equation)
-    body = with_inlined(loop.body, lambda call: True)
-    inner = opened(body)
+    body = inline_calls(loop.body, lambda call: True)
+    inner = open_jaxpr(body)
     needs = _Needs(inner, loop, rows, operands)
     outer = dict(zip(map(id, inner.invars), equation.invars, strict=True))
     constants, _, elements = loop.parts(inner.invars)
     everything, ahead, sums = range(len(inner.outvars)), [*needs.ahead.values()], [*needs.sums.values()]
     if ahead:
-        given = part_of(body, constants, ahead)
-        made = added_equation(jax.jit(lambda *x: run(given, x)), equation, [outer[id(x)] for x in constants])
-        body, whole = reading_others(body, ahead)
+        given = extract_subjaxpr(body, constants, ahead)
+        made = trace_added_equation(
+            jax.jit(lambda *x: eval_jaxpr(given, x)), equation, [outer[id(x)] for x in constants]
+        )
+        body, whole = substitute_vars(body, ahead)
         outer |= zip(map(id, whole), made.outvars, strict=True)
         return [made, _Part(equation, body, [*constants, *whole], elements, everything).scan(outer)]
     late = [i for i in everything if id(inner.outvars[i]) in needs.late]
     early = [i for i in everything if i not in late]
-    rest, whole = reading_others(body, sums)
+    rest, whole = substitute_vars(body, sums)
     second = _Part(equation, rest, constants, [*elements, *whole], late)
     cut = {id(new): x for x, new in zip(sums, whole, strict=True) if id(new) in second.read}
     # The second one would run all layers again, for rows that one layer gives to the next.
-    if not cut or any(isinstance(needs.carried[i], Rows) for i in second.kept if i in early):
+    if not cut or any(isinstance(needs.carried[i], BatchDim) for i in second.kept if i in early):
         return []
     made = _Part(equation, body, constants, elements, early, [*cut.values()]).scan(outer)
     outer |= zip(cut, made.outvars[-len(cut) :], strict=True)
@@ -65,7 +74,7 @@ class _Needs:
         carried: what is known of what is carried; of what is late, nothing.
     """
 
-    def __init__(self, body: Any, loop: Loop, rows: RowsOf, operands: Sequence[Fact]) -> None:
+    def __init__(self, body: Any, loop: Loop, rows: BatchDimAnalysis, operands: Sequence[BatchValue]) -> None:
         constants, state, _ = loop.parts(body.invars)
         fixed, first, stacks = loop.parts(operands)
         self.carried, late = [*first], set[int]()  # numbers of what is carried
@@ -79,7 +88,7 @@ class _Needs:
                 self._follow(each, rows)
             before, outs = (late, self.carried), body.outvars[: loop.carried]
             for var, out in zip(state, outs, strict=True):
-                if self._known.get(id(out)) == SUM and added_by_round(body, var, out) is None:
+                if self._known.get(id(out)) == PARTIAL_SUM and carry_increment(body, var, out) is None:
                     self.late.add(id(out))
             late = late | {i for i, out in enumerate(outs) if id(out) in self.late}
             self.carried = [
@@ -89,19 +98,19 @@ class _Needs:
             if (late, self.carried) == before:
                 return
 
-    def _follow(self, equation: Any, rows: RowsOf) -> None:
+    def _follow(self, equation: Any, rows: BatchDimAnalysis) -> None:
         ids = [id(x) for x in equation.invars if not isinstance(x, Literal)]
         facts = [self._known.get(id(x)) for x in equation.invars]
         is_late, is_constant = not self.late.isdisjoint(ids), self._constant.issuperset(ids)
-        results: Sequence[Fact] = [None] * len(equation.outvars)
+        results: Sequence[BatchValue] = [None] * len(equation.outvars)
         try:
             if not is_late and any(facts):
                 results = rows.equation(equation, facts)
-        except Refused:
+        except MixesExamples:
             is_late = True
         own = {id(var): var for var in equation.outvars}
-        sums = {i: var for (i, var), fact in zip(own.items(), results, strict=True) if fact == SUM}
-        sums = sums if any(isinstance(fact, Rows) for fact in facts) else {}
+        sums = {i: var for (i, var), fact in zip(own.items(), results, strict=True) if fact == PARTIAL_SUM}
+        sums = sums if any(isinstance(fact, BatchDim) for fact in facts) else {}
         self._constant.update(own if is_constant else ())
         if is_constant and (is_late or sums):
             self.ahead |= {i: var for i, var in own.items() if not isinstance(var, DropVar)}
@@ -136,25 +145,25 @@ class _Part:
         own: Sequence[int],
         more: Sequence[Any] = (),
     ) -> None:
-        inner, loop = opened(body), loop_of(equation)
+        inner, loop = open_jaxpr(body), loop_of(equation)
         _, state, _ = loop.parts(inner.invars)
         self.kept, stacked = [[i for i in own if (i < loop.carried) == is_it] for is_it in (True, False)]
         before = None
         while self.kept != before:
             before, self._numbers = self.kept, [*self.kept, *stacked]
             results = [*[inner.outvars[i] for i in self._numbers], *more]
-            atoms = [x for each in opened(part_of(body, [], results)).eqns for x in each.invars]
+            atoms = [x for each in open_jaxpr(extract_subjaxpr(body, [], results)).eqns for x in each.invars]
             self.read = {id(x) for x in [*atoms, *results] if not isinstance(x, Literal)}
             self.kept = [i for i, var in enumerate(state) if i in before or id(var) in self.read]
         constants, elements = [[x for x in each if id(x) in self.read] for each in (constants, elements)]
         self._taken = constants, [state[i] for i in self.kept], elements
-        self._jaxpr = part_of(body, [x for each in self._taken for x in each], results)
+        self._jaxpr = extract_subjaxpr(body, [x for each in self._taken for x in each], results)
         self._equation, self._own = equation, own
 
     def scan(self, outer: dict[int, Any]) -> Any:
         """Its equation; *outer* are operands by the ids of the variables of a round."""
         operands = [[outer[id(x)] for x in each] for each in self._taken]
-        made = scan_like(self._equation, lambda *x: run(self._jaxpr, [*x[0], *x[1], *x[2]]), *operands)
+        made = scan_like(self._equation, lambda *x: eval_jaxpr(self._jaxpr, [*x[0], *x[1], *x[2]]), *operands)
         results = [*made.outvars]
         for place, i in enumerate(self._numbers):
             if i in self._own:

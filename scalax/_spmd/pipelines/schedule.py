@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from scalax._jax.equations import CALLS, loop_of, opened, scan_options
+from scalax._jax.equations import CALLS, loop_of, open_jaxpr, scan_options
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import replaced, run_as_one, seen_through
-from scalax._jaxpr.abstract_interpreter import LoopFacts
+from scalax._jax.rewriting import bind_as_jit, replace_jaxpr, without_prevent_cse
+from scalax._jaxpr.abstract_interpreter import LoopValues
 from scalax._spmd.conversions import JaxprEditor
-from scalax._spmd.pipelines.layer_groups import exchanged
-from scalax._spmd.pipelines.summary import at_turn, sending
+from scalax._spmd.pipelines.layer_groups import reorder_layer_groups
+from scalax._spmd.pipelines.summary import microbatch_at, pipeline_scope
 from scalax._spmd.placements.layouts import Layout, ShiftedDims, remap_layout
 from scalax._spmd.placements.placement import REPLICATE, SUM, Partial, Placement, Placements, Shard, join
 from scalax._spmd.values import (
@@ -60,7 +60,7 @@ class PipelinedScan(NamedTuple):
     """
 
     equation: Any
-    facts: LoopFacts[Placement]
+    facts: LoopValues[Placement]
     axis: str
     stages: int
     microbatches: int
@@ -128,7 +128,7 @@ def partition_pipeline(
         ]
 
     # What an outermost checkpoint computes again was computed in another loop.
-    body = replaced(loop.body, eqns=[*map(_in_another_loop, opened(loop.body).eqns)])
+    body = replace_jaxpr(loop.body, eqns=[*map(_in_another_loop, open_jaxpr(loop.body).eqns)])
     layer = context.for_microbatches(body, arguments(), layouts, pipeline.microbatches)
 
     def run(ends: Sequence[Placements | ReductionTarget | None]) -> PartitionedJaxpr:
@@ -201,7 +201,7 @@ def _reduce(editor: JaxprEditor, values: Sequence[Value], equation: Any) -> None
 
 
 def _in_another_loop(equation: Any) -> Any:
-    return seen_through(equation) if primitive_name(equation) in CALLS else equation
+    return without_prevent_cse(equation) if primitive_name(equation) in CALLS else equation
 
 
 def _layout(layout: Layout | None, is_carried: bool) -> Layout | None:
@@ -221,8 +221,8 @@ def _exchanged(
     if not back and id(atom) in editor.reordered_stacks:
         return editor.reordered_stacks[id(atom)][1]
     how = pipeline.axis, pipeline.stages, pipeline.rounds, pipeline.line
-    function = jax.jit(lambda x: exchanged(x, *how, back=back))
-    result = editor.emit(function, ('exchanged', how, back), equation, [atom])
+    function = jax.jit(lambda x: reorder_layer_groups(x, *how, back=back))
+    result = editor.emit(function, ('reorder_layer_groups', how, back), equation, [atom])
     pair = (result, atom) if back else (atom, result)
     editor.reordered_stacks[id(pair[0])] = pair
     return result
@@ -252,7 +252,7 @@ class _Ticks:
         equation = pipeline.equation
         self._pipeline, self._inner, self._terms = pipeline, inner, terms
         self._loop, self._options = loop_of(equation), scan_options(equation)
-        self._types = [var.aval for var in opened(inner.jaxpr).outvars]
+        self._types = [var.aval for var in open_jaxpr(inner.jaxpr).outvars]
         self.layers = (self._loop.length or 0) // (pipeline.stages * pipeline.rounds)
         self._options['unroll'] = max(1, min(int(self._options['unroll']), self.layers))
         self._way = -1 if self._options['reverse'] else 1
@@ -332,7 +332,7 @@ class _Ticks:
         """What a stage does that has run so many groups before."""
         pipeline = self._pipeline
         count = pipeline.rounds * pipeline.microbatches
-        at = at_turn(jnp.clip(done, 0, count - 1), pipeline.stages, pipeline.rounds)
+        at = microbatch_at(jnp.clip(done, 0, count - 1), pipeline.stages, pipeline.rounds)
         return _Turn(*at, (done < 0) | (done >= count), done >= count)
 
     def _run_layers(
@@ -352,7 +352,7 @@ class _Ticks:
         number = [turn.microbatch.astype('int32')] if self._inner.takes_microbatch_index else []
 
         def layer(carried: Sequence[Any], elements: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            values = [*run_as_one(self._inner.jaxpr, [*number, *constants, *carried, *elements], 'layer')]
+            values = [*bind_as_jit(self._inner.jaxpr, [*number, *constants, *carried, *elements], 'layer')]
             return values[: self._loop.carried], values[self._loop.carried :]
 
         return jax.lax.scan(layer, begun, elements, self.layers, **self._options)
@@ -413,7 +413,7 @@ class _Ticks:
         if not isinstance(fact, Shard) or not self._pipeline.is_dealt:
             return x
         axis, stages = self._pipeline.axis, self._pipeline.stages
-        with sending('microbatches enter the pipeline', self._pipeline.line):
+        with pipeline_scope('microbatches enter the pipeline', self._pipeline.line):
             parts = [jax.lax.ppermute(x, axis, [(stage, self._first)]) for stage in range(stages)]
         return jnp.concatenate(parts, fact.dim)
 
@@ -425,7 +425,7 @@ class _Ticks:
         size, found = x.shape[fact.dim] // pipeline.stages, None
         for owner in range(pipeline.stages):
             part = jax.lax.slice_in_dim(x, owner * size, (owner + 1) * size, axis=fact.dim)
-            with sending('microbatches leave the pipeline', pipeline.line):
+            with pipeline_scope('microbatches leave the pipeline', pipeline.line):
                 sent = jax.lax.ppermute(part, pipeline.axis, [(self._last, owner)])
             found = sent if found is None else jnp.where(stage == owner, sent, found)
         return found
@@ -436,7 +436,7 @@ class _Ticks:
         way = [(stage, (stage + self._way) % stages) for stage in range(stages)]
         if self._pipeline.rounds == 1:
             way.remove((self._last, self._first))
-        with sending('to the next stage', self._pipeline.line):
+        with pipeline_scope('to the next stage', self._pipeline.line):
             return jax.lax.ppermute(x, self._pipeline.axis, way)
 
 
@@ -457,7 +457,7 @@ def _from(x: Any, has_it: Any, pipeline: PipelinedScan) -> Any:
         data = _from(jax.random.key_data(x), has_it, pipeline)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     number = x.astype('uint8') if x.dtype == jnp.bool_ else x
-    with sending('microbatches leave the pipeline', pipeline.line):
+    with pipeline_scope('microbatches leave the pipeline', pipeline.line):
         found = jax.lax.psum(jnp.where(has_it, number, jnp.zeros_like(number)), pipeline.axis)
     return found.astype(x.dtype)
 

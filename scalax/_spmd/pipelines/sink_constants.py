@@ -15,13 +15,13 @@ import jax
 from scalax._core.pytree.paths import element_bits
 from scalax._jax.equations import Literal, loop_of, scan_options, size_of
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import added_equation, part_of, run, with_results
-from scalax._jaxpr.dim_rules import CHEAP, FORWARDS
+from scalax._jax.rewriting import eval_jaxpr, extract_subjaxpr, trace_added_equation, with_results
+from scalax._jaxpr.dim_rules import CHEAP_ELEMENTWISE, SHAPE_OPS
 
-_CHEAP = CHEAP | FORWARDS | {'iota'}
+_CHEAP = CHEAP_ELEMENTWISE | SHAPE_OPS | {'iota'}
 
 
-def with_own_constants(jaxpr: Any, makers: Mapping[int, Any], equation: Any) -> Any:
+def sink_constants(jaxpr: Any, makers: Mapping[int, Any], equation: Any) -> Any:
     """A `scan` whose rounds compute its constants of smaller values; the same one if there are none.
 
     Args:
@@ -37,10 +37,10 @@ def with_own_constants(jaxpr: Any, makers: Mapping[int, Any], equation: Any) -> 
         roots.update((id(root), root) for root in _smallest(atom, makers, known)[1])
     if all(isinstance(atom, Literal) or id(atom) in roots for atom in constants):
         return equation
-    given = part_of(jaxpr, [*roots.values()], constants)
+    given = extract_subjaxpr(jaxpr, [*roots.values()], constants)
 
     def layer(values: Sequence[Any], carried: Sequence[Any], elements: Sequence[Any]) -> list[Any]:
-        return run(loop.body, [*run(given, values), *carried, *elements])
+        return eval_jaxpr(loop.body, [*eval_jaxpr(given, values), *carried, *elements])
 
     return with_results(scan_like(equation, layer, [*roots.values()], first, stacks), equation.outvars)
 
@@ -76,7 +76,7 @@ def scan_like(
         carried, stacked = jax.lax.scan(step, begun, elements, length, **scan_options(equation))
         return [*carried, *stacked]
 
-    return added_equation(looped, equation, [*constants, *first, *stacks])
+    return trace_added_equation(looped, equation, [*constants, *first, *stacks])
 
 
 def _smallest(

@@ -9,16 +9,16 @@ from typing import Any
 
 import jax
 
-SENDING = re.compile(r'pipeline\(([^,()]*), ([^:()]*):(\d+) ([^()]*)\)/?')
+PIPELINE_SCOPE = re.compile(r'pipeline\(([^,()]*), ([^:()]*):(\d+) ([^()]*)\)/?')
 """What is sent, and the file, line and function of the loop, in the names of operations."""
 
 
-def sending(what: str, line: str) -> Any:
+def pipeline_scope(what: str, line: str) -> Any:
     """The scope of operations that a pipeline adds: plans read in their names what they send."""
     return jax.named_scope(f'pipeline({what}, {line})')
 
 
-def at_turn(turn: Any, stages: int, rounds: int) -> tuple[Any, Any]:
+def microbatch_at(turn: Any, stages: int, rounds: int) -> tuple[Any, Any]:
     """The microbatch that a stage computes when it has computed so many, and in which round.
 
     With several rounds, microbatches go in groups of as many as there are stages: each group through all
@@ -87,7 +87,7 @@ class PipelinedLoop:
         """
         turn = tick - (self.stages - 1 - stage if self.is_backward else stage)
         is_idle = not 0 <= turn < self.num_repeats * self.num_microbatches
-        return None if is_idle else at_turn(turn, self.stages, self.num_repeats)
+        return None if is_idle else microbatch_at(turn, self.stages, self.num_repeats)
 
     @property
     def idle_flops(self) -> int:
@@ -95,5 +95,5 @@ class PipelinedLoop:
         return self.flops * (self.stages - 1) // (self.num_repeats * self.num_microbatches)
 
 
-Loops = Sequence[tuple[PipelinedLoop, Any]]
+PipelinedLoops = Sequence[tuple[PipelinedLoop, Any]]
 """Pipelines, and the equations of the loops that they were."""

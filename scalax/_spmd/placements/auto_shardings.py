@@ -15,10 +15,19 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from scalax._core.pytree.partition_specs import canonical_entry, entry_axes
-from scalax._jax.equations import CALLS, PLACES, Literal, branches, called, loop_of, opened, shape_of
-from scalax._jax.equations import shardings_said as shardings_of
+from scalax._jax.equations import (
+    CALLS,
+    SHARDING_PARAMS,
+    Literal,
+    branches,
+    call_jaxpr,
+    loop_of,
+    open_jaxpr,
+    shape_of,
+)
+from scalax._jax.equations import sharding_params as shardings_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxpr.dim_rules import Axes, dims_of
+from scalax._jaxpr.dim_rules import Axes, dim_rule
 
 AutoDims = tuple[Axes, ...]
 """The Auto axes that shard each dimension of a value; an empty tuple if none is known to."""
@@ -83,7 +92,7 @@ class AutoShardings:
 
     def _forward(self, jaxpr: Any, arguments: Sequence[AutoDims], *, is_final: bool) -> list[AutoDims]:
         """Returns where the results of a jaxpr are. Rounds of a loop before the last one take no notes."""
-        inner = opened(jaxpr)
+        inner = open_jaxpr(jaxpr)
         known = dict(zip(map(id, inner.invars), arguments, strict=True))
         for equation in inner.eqns:
             operands = [known.get(id(atom), NO_AXES) for atom in equation.invars]
@@ -98,13 +107,13 @@ class AutoShardings:
     def _results(self, equation: Any, operands: Sequence[AutoDims], is_final: bool) -> Sequence[AutoDims]:
         name = primitive_name(equation)
         if name in CALLS:
-            return self._forward(called(equation), operands, is_final=is_final)
+            return self._forward(call_jaxpr(equation), operands, is_final=is_final)
         if name == 'cond':
             chosen = [self._forward(x, operands[1:], is_final=is_final) for x in branches(equation)]
             return [next(filter(None, dims), NO_AXES) for dims in zip(*chosen, strict=True)]
         if name in ('scan', 'while'):
             return self._loop(equation, operands, is_final)
-        if name in PLACES:
+        if name in SHARDING_PARAMS:
             said = shardings_of(equation)[1]
             return [
                 self._said(said.get(i), var, operands[i] if i < len(operands) else NO_AXES)
@@ -112,7 +121,7 @@ class AutoShardings:
             ]
         if not any(operands):
             return ()
-        found = dims_of(equation).through(operands)
+        found = dim_rule(equation).through(operands)
         return [
             self._possible(tuple(dims), shape_of(var))
             for dims, var in zip(found, equation.outvars, strict=False)

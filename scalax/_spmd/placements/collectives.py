@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from scalax._core.pytree.partition_specs import spec_axes
 from scalax._jax.equations import shape_of
-from scalax._jax.manual_axes import ManualCode, in_scope
+from scalax._jax.manual_axes import ManualEquations, in_scope
 from scalax._jax.rewriting import with_results
 from scalax._spmd.placements.placement import RedistributeOp, ReduceOp
 
@@ -81,7 +81,7 @@ class CollectiveWriter:
 
     def __init__(
         self,
-        code: ManualCode,
+        code: ManualEquations,
         axes: Sequence[str],
         sizes: Sequence[int],
         ids: Iterator[int] | None = None,

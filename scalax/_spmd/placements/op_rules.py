@@ -16,18 +16,18 @@ import jax.numpy as jnp
 from scalax._jax import equations
 from scalax._jax.equations import Literal, shape_of
 from scalax._jax.primitives import KERNEL, primitive_name
-from scalax._jaxpr.batch_dims import summed_dims
+from scalax._jaxpr.batch_dims import reduced_dims
 from scalax._jaxpr.dim_rules import (
-    ALONG,
+    ALONG_DIM,
     DECOMPOSITIONS,
     ELEMENTWISE,
     SCATTERS,
     UNKNOWN,
-    WINDOWS,
-    Place,
+    WINDOW_REDUCTIONS,
+    OperandDim,
     Sources,
-    dims_of,
-    reshaped,
+    dim_rule,
+    reshape_groups,
 )
 from scalax._spmd.operations.cudnn_attention import ATTENTION, attention_placements
 from scalax._spmd.operations.pallas_kernels import kernel_placements
@@ -189,11 +189,13 @@ _REDUCTIONS: Mapping[str, ReduceOp] = {
 # Of booleans these are a maximum and a minimum; of integers they combine bits.
 _OF_BITS = frozenset(('reduce_or', 'reduce_and'))
 # Elements see others along a dimension of these, or change places.
-_WORKS_ALONG = ALONG | WINDOWS | {'pad', 'rev', 'select_and_scatter_add', 'select_and_gather_add'}
+_WORKS_ALONG = (
+    ALONG_DIM | WINDOW_REDUCTIONS | {'pad', 'rev', 'select_and_scatter_add', 'select_and_gather_add'}
+)
 # These put their updates in some places of the first operand.
 _PUTS = SCATTERS | {'dynamic_update_slice'}
 _DRAWS = frozenset(('random_bits', 'random_split', 'random_fold_in', 'random_gamma'))
-POINTWISE = ELEMENTWISE - ALONG - _DRAWS
+POINTWISE = ELEMENTWISE - ALONG_DIM - _DRAWS
 """Of these an element of the result depends on the elements of the operands that have the same indices."""
 
 
@@ -204,14 +206,14 @@ def by_dims(op: Op) -> Strategy | None:
     in operands, and those that are summed, the one that the largest operands share stays sharded. A sum has
     to be reduced, so its bytes count against it if another dimension can stay.
     """
-    dims = dims_of(op.equation)
+    dims = dim_rule(op.equation)
     if dims is UNKNOWN or not dims.results:
         return None
     sharded = {i: x for i, x in enumerate(op.placements) if isinstance(x, Shard)}
     examples = {i: x for i, x in sharded.items() if not x.is_state}
     places = {(i, x.dim) for i, x in (examples or sharded).items()}
     is_state = not examples
-    candidates = [(group, True) for group in summed_dims(op.equation)]
+    candidates = [(group, True) for group in reduced_dims(op.equation)]
     candidates += [(sources, False) for sources in dims.results[0]]
     weights = [_weight(op, places & {*sources}) for sources, _ in candidates]
     if is_state:
@@ -258,12 +260,12 @@ def _cost_of_state(op: Op, candidate: tuple[Sources, bool], weight: int) -> floa
             cost += _bytes(atom) / (op.blocks if is_exchanged else 1)
     if is_summed:
         cost += _bytes(result) * (1 if isinstance(op.target, Shard) else 2)
-    elif isinstance(op.target, Shard) and {*dims_of(op.equation).results[0][op.target.dim]} != kept:
+    elif isinstance(op.target, Shard) and {*dim_rule(op.equation).results[0][op.target.dim]} != kept:
         cost += _bytes(result) / op.blocks
     return cost
 
 
-def _weight(op: Op, places: set[Place]) -> int:
+def _weight(op: Op, places: set[OperandDim]) -> int:
     return sum(1 + _bytes(op.equation.invars[i]) for i, _ in places)  # an array may be empty
 
 
@@ -293,7 +295,7 @@ def _reduced(op: Op, group: Sources, is_state: bool) -> Strategy | None:
 def _kept(op: Op, sources: Sources, is_state: bool) -> Strategy | None:
     """The strategy of an equation whose results have the sharded dimension."""
     name, equation = primitive_name(op.equation), op.equation
-    dims = dims_of(equation)
+    dims = dim_rule(equation)
     sizes = {
         shape_of(equation.invars[i])[dim] for i, dim in sources if dim < len(shape_of(equation.invars[i]))
     }
@@ -304,13 +306,13 @@ def _kept(op: Op, sources: Sources, is_state: bool) -> Strategy | None:
         if len(matching) != 1 or {shape_of(var)[matching[0]]} != sizes:
             return None
         results.append(Shard(matching[0], is_state))
-        if name in _WORKS_ALONG and equations.works_along(equation, matching[0]):
+        if name in _WORKS_ALONG and equations.acts_along(equation, matching[0]):
             return None
     if name in _PUTS and all(i == 0 for i, _ in sources):
         return None
     if name == 'conv_general_dilated' and equations.conv_groups(equation)[0] > 1 and sources[0][0] == 1:
         return None  # a block of the features would be of other groups
-    if name in _DRAWS and ((0, 0) not in sources or not equations.draws_of_each_key(equation)):
+    if name in _DRAWS and ((0, 0) not in sources or not equations.draws_per_key(equation)):
         return None
     operands = _sharded(op, sources, is_state)
     if is_state and results[0] != op.target and _grows(op, operands):
@@ -346,7 +348,7 @@ def _reshape(op: Op) -> Strategy | None:
     [placement, *rest] = op.placements
     assert isinstance(placement, Shard)
     before, shape = shape_of(op.equation.invars[0]), shape_of(op.equation.outvars[0])
-    for old, new in reshaped(op.equation):
+    for old, new in reshape_groups(op.equation):
         first, is_state = old[0], placement.is_state
         is_first = first == placement.dim
         blocks = op.blocks if op.blocks_of_first is None or not is_first else op.blocks_of_first
@@ -363,7 +365,7 @@ def _gather(op: Op) -> Strategy | None:
     if found is not None or not isinstance(first, Shard) or first.is_state:
         return found
     shape = shape_of(op.equation.outvars[0])
-    for dim, sources in enumerate(dims_of(op.equation).results[0]):
+    for dim, sources in enumerate(dim_rule(op.equation).results[0]):
         if {operand for operand, _ in sources} == {1} and shape[dim] % op.blocks == 0:
             [(_, source)] = sources
             return Strategy((REPLICATE, Shard(source)), (Shard(dim),))

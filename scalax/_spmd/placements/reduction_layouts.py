@@ -16,14 +16,14 @@ from scalax._jax.equations import (
     Literal,
     Loop,
     branches,
-    called,
+    call_jaxpr,
     loop_of,
-    opened,
+    open_jaxpr,
     shape_of,
 )
 from scalax._jax.primitives import primitive_name
-from scalax._jaxpr.carry_accumulation import reductions_of
-from scalax._jaxpr.dim_rules import ELEMENTWISE, dims_of, reshaped
+from scalax._jaxpr.carry_accumulation import carry_reductions
+from scalax._jaxpr.dim_rules import ELEMENTWISE, dim_rule, reshape_groups
 from scalax._spmd.placements.layouts import Layout, ShiftedDims, remap_layout
 from scalax._spmd.placements.placement import REPLICATE, SUM, Partial, Placements, Replicate, Shard
 from scalax._spmd.placements.state_layouts import state_layouts
@@ -100,7 +100,7 @@ class ReductionLayouts:
 
     def _backward(self, jaxpr: Any, results: Sequence[_Known]) -> list[_Known]:
         """Returns what is wanted of the arguments of a jaxpr."""
-        inner = opened(jaxpr)
+        inner = open_jaxpr(jaxpr)
         for var, layout in zip(inner.outvars, results, strict=True):
             self._want(var, layout)
         for equation in reversed(inner.eqns):
@@ -121,7 +121,7 @@ class ReductionLayouts:
         """Returns what is wanted of the operands of an equation."""
         name = primitive_name(equation)
         if name in CALLS:
-            return self._backward(called(equation), results)
+            return self._backward(call_jaxpr(equation), results)
         if name == 'cond':
             found = [self._backward(branch, results) for branch in branches(equation)]
             return [None, *[next(filter(None, layouts), None) for layouts in zip(*found, strict=True)]]
@@ -135,14 +135,14 @@ class ReductionLayouts:
             return [layout if shape_of(atom) == shape else None for atom in equation.invars]
         if name == 'reshape':
             out, old = shape_of(equation.outvars[0]), shape_of(equation.invars[0])
-            groups = [(mine[0], theirs[0]) for mine, theirs in reshaped(equation)]
+            groups = [(mine[0], theirs[0]) for mine, theirs in reshape_groups(equation)]
             pairs = {new: before for before, new in groups if out[new] == old[before]}
             return [remap_layout(layout, pairs)]
         if name not in _KEEPING:
             return ()
         if name == 'optimization_barrier':
             return results
-        sources, out = dims_of(equation).results[0], shape_of(equation.outvars[0])
+        sources, out = dim_rule(equation).results[0], shape_of(equation.outvars[0])
         shapes = [*map(shape_of, equation.invars)]
         kept = [
             (i, new, dim)
@@ -177,7 +177,7 @@ class ReductionLayouts:
         """Returns which carried values a `scan` only adds to."""
         if loop.test is not None:
             return set()
-        reductions = reductions_of(loop)
+        reductions = carry_reductions(loop)
         return {i for i in range(loop.carried) if reductions.of(i) == 'sum'}
 
     def _held(self, layout: _Known) -> _Known:

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from scalax._jax.equations import CALLS, PLACES, called, opened, shape_of
+from scalax._jax.equations import CALLS, SHARDING_PARAMS, call_jaxpr, open_jaxpr, shape_of
 from scalax._jax.manual_axes import is_backward
 from scalax._jax.primitives import primitive_name
-from scalax._jaxpr.abstract_interpreter import Interpreter
+from scalax._jaxpr.abstract_interpreter import AbstractInterpreter
 from scalax._jaxpr.dim_rules import ELEMENTWISE
 
 Distances = tuple[tuple[int, int], ...]
@@ -48,7 +48,7 @@ def result_states(jaxpr: Any, paths: Sequence[str | None], results: Sequence[str
         paths: the paths of its arguments; None of those that are not state.
         results: the paths of its results.
     """
-    inner = opened(jaxpr)
+    inner = open_jaxpr(jaxpr)
     keys = [None if path is None else (*path.split('/'),) for path in paths]
     by_type = dict[Any, dict[int, None]]()
     for i, (var, path) in enumerate(zip(inner.invars, keys, strict=True)):
@@ -91,7 +91,7 @@ def _trees(result: Sequence[str], argument: Sequence[str]) -> tuple[Any, Any] | 
     return (result[:-count], argument[:-count]) if count else None
 
 
-class _Distances(Interpreter[Distances]):
+class _Distances(AbstractInterpreter[Distances]):
     """The distances of the values of a jaxpr to its arguments."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class _Distances(Interpreter[Distances]):
         return result
 
     def primitive(self, name: str, equation: Any, operands: Sequence[Distances]) -> Sequence[Distances]:
-        if name in PLACES or name == 'optimization_barrier':
+        if name in SHARDING_PARAMS or name == 'optimization_barrier':
             return operands
         return operands[:1] if name in _WRITING else ()
 
@@ -166,6 +166,6 @@ def _ends_backward(jaxpr: Any, var: Any) -> bool:
             if result is var:
                 if is_backward(equation) or primitive_name(equation) not in CALLS:
                     return is_backward(equation)
-                inner = opened(called(equation))
+                inner = open_jaxpr(call_jaxpr(equation))
                 return _ends_backward(inner, inner.outvars[i])
     return False

@@ -11,14 +11,14 @@ from typing import Any
 
 from scalax._jax.equations import size_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxpr.dim_rules import CHEAP, ELEMENTWISE, FORWARDS
+from scalax._jaxpr.dim_rules import CHEAP_ELEMENTWISE, ELEMENTWISE, SHAPE_OPS
 from scalax._spmd.uses import Uses
 from scalax._spmd.values import Value
 
 Read = Callable[[Any], Value]
-SAME_STATE = FORWARDS | {'slice', 'dynamic_slice', 'split', 'optimization_barrier', 'neg'}
+SAME_STATE = SHAPE_OPS | {'slice', 'dynamic_slice', 'split', 'optimization_barrier', 'neg'}
 """Of one operand, these make another form of it, or a part."""
-NARROW = CHEAP | {'broadcast_in_dim', 'transpose'}
+NARROW = CHEAP_ELEMENTWISE | {'broadcast_in_dim', 'transpose'}
 """Of narrow state, such as integers and their scales, these make the weight that an equation takes."""
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalax._jax.equations import CALLS, Literal, branches, called, loop_of, opened, shape_of
+from scalax._jax.equations import CALLS, Literal, branches, call_jaxpr, loop_of, open_jaxpr, shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxpr.dim_rules import ELEMENTWISE, dims_of
+from scalax._jaxpr.dim_rules import ELEMENTWISE, dim_rule
 from scalax._spmd.placements.layouts import Layout, ShiftedDims, remap_layout
 
 _MOVING = frozenset(('transpose', 'squeeze'))
@@ -33,7 +33,7 @@ def state_layouts(jaxpr: Any, arguments: Sequence[_Known]) -> Mapping[int, Layou
 
 def _forward(known: dict[int, Layout], jaxpr: Any, arguments: Sequence[_Known]) -> list[_Known]:
     """Takes note of the layouts in a jaxpr, and returns those of its results."""
-    inner = opened(jaxpr)
+    inner = open_jaxpr(jaxpr)
     _note(known, inner.invars, arguments)
     for equation in inner.eqns:
         operands = [known.get(id(atom)) for atom in equation.invars]
@@ -58,7 +58,7 @@ def _results(known: dict[int, Layout], equation: Any, operands: Sequence[_Known]
         )
         return [next(alike, None)]
     if name in CALLS:
-        return _forward(known, called(equation), operands)
+        return _forward(known, call_jaxpr(equation), operands)
     if name == 'cond':
         found = [_forward(known, branch, operands[1:]) for branch in branches(equation)]
         return [next(filter(None, layouts), None) for layouts in zip(*found, strict=True)]
@@ -71,7 +71,7 @@ def _results(known: dict[int, Layout], equation: Any, operands: Sequence[_Known]
     if name == 'optimization_barrier':
         return operands
     if name in _MOVING:
-        sources = dims_of(equation).results[0]
+        sources = dim_rule(equation).results[0]
         return [
             remap_layout(operands[0], {dim: new for new, places in enumerate(sources) for _, dim in places})
         ]

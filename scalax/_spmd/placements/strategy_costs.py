@@ -15,7 +15,7 @@ from typing import Any
 
 from scalax._jax.equations import shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxpr.dim_rules import UNKNOWN, dims_of
+from scalax._jaxpr.dim_rules import UNKNOWN, dim_rule
 from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.operations.embedding_tables import is_indexed
 from scalax._spmd.placements.op_rules import Op, Strategy
@@ -110,7 +110,7 @@ class _Axis:
         operands = [0] if name == 'gather' else range(count) if name in _PRODUCTS else []
         # Only a batch of products is a dimension that both operands have.
         may_be_common = name == 'dot_general' and any(
-            len(sources) > 1 for sources in dims_of(self._equation).results[0]
+            len(sources) > 1 for sources in dim_rule(self._equation).results[0]
         )
         for i in operands:
             here = self._here[i]
@@ -149,7 +149,7 @@ class _Axis:
             if not self._values[0].is_zero:
                 return None
             return Strategy((Shard(wanted.dim), REPLICATE, REPLICATE), (wanted,))
-        dims = dims_of(self._equation)
+        dims = dim_rule(self._equation)
         if dims is UNKNOWN:
             return None
         found = self._strategy(dict(dims.results[0][wanted.dim]))
@@ -161,7 +161,7 @@ class _Axis:
         return (
             primitive_name(self._equation) == 'dot_general'
             and isinstance(result, Shard)
-            and len(dims_of(self._equation).results[0][result.dim]) > 1
+            and len(dim_rule(self._equation).results[0][result.dim]) > 1
         )
 
     def _cost(self, strategy: Strategy) -> float:

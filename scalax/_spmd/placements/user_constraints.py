@@ -7,8 +7,8 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from scalax._jax.equations import Literal, is_on_device, shape_of, shardings_said
-from scalax._jax.manual_axes import is_vacuous
+from scalax._jax.equations import Literal, is_on_device, shape_of, sharding_params
+from scalax._jax.manual_axes import is_noop_reshard
 from scalax._jax.primitives import primitive_name
 from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.placements.auto_shardings import auto_spec
@@ -20,11 +20,11 @@ from scalax._spmd.values import CannotPartition, Value, is_replicated
 def partition_constraint(editor: JaxprEditor, equation: Any, values: Sequence[Value]) -> None:
     """Defines the results of a constraint, or of ``jax.device_put``, as operands in other placements."""
     if primitive_name(equation) == 'reshard':
-        if not is_vacuous(equation):
+        if not is_noop_reshard(equation):
             raise CannotPartition(equation, 'it changes the sharding in a type')
         said = {}
     else:
-        said = shardings_said(equation)[1]
+        said = sharding_params(equation)[1]
     for i, (var, value) in enumerate(zip(equation.outvars, values, strict=True)):
         placements = value.placements
         if not is_on_device(equation.invars[i]) and is_on_device(var):  # on devices, blocks may be exchanged

@@ -11,7 +11,7 @@ from scalax._core.render.tables import array_text
 from scalax._core.util.folding import MOST_RUNS, fold
 from scalax._jax.equations import shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxpr.dim_rules import FORWARDS
+from scalax._jaxpr.dim_rules import SHAPE_OPS
 from scalax._jaxpr.source_lines import line_of
 from scalax._spmd.placements.collectives import RESULT, Collective, What
 from scalax._spmd.placements.placement import ReduceOp
@@ -107,7 +107,7 @@ def _row(each: Collective, line: str, of_examples: bool) -> CollectiveRow:
 
 
 # What takes a sum says nothing to users if it only changes the form of the sum, or adds to it.
-_UNTOLD = FORWARDS | {'add'}
+_UNTOLD = SHAPE_OPS | {'add'}
 _LOOK_UPS = frozenset(('gather', 'scatter-add'))
 _REDUCTIONS: Mapping[ReduceOp, str] = {'sum': 'sum', 'max': 'maximum', 'min': 'minimum'}
 

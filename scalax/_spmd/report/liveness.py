@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from scalax._jax.equations import CALLS, branches, called, has_effects, loop_of, mapped, opened
+from scalax._jax.equations import (
+    CALLS,
+    branches,
+    call_jaxpr,
+    has_effects,
+    loop_of,
+    open_jaxpr,
+    shard_map_jaxpr,
+)
 from scalax._jax.primitives import primitive_name
 
 
@@ -16,13 +24,13 @@ def live_equations(jaxpr: Any) -> set[int]:
         jaxpr: the jaxpr, open or closed.
     """
     found = set[int]()
-    _mark(found, jaxpr, [True] * len(opened(jaxpr).outvars))
+    _mark(found, jaxpr, [True] * len(open_jaxpr(jaxpr).outvars))
     return found
 
 
 def _mark(live: set[int], jaxpr: Any, results: Sequence[bool]) -> list[bool]:
     """Takes note of what these results need, and returns which arguments they need."""
-    inner = opened(jaxpr)
+    inner = open_jaxpr(jaxpr)
     needed = {id(atom) for atom, is_used in zip(inner.outvars, results, strict=True) if is_used}
     for equation in reversed(inner.eqns):
         used = [id(var) in needed for var in equation.outvars]
@@ -37,9 +45,9 @@ def _operands(live: set[int], equation: Any, results: Sequence[bool]) -> Sequenc
     """Returns which operands these results of an equation need."""
     name = primitive_name(equation)
     if name in CALLS:
-        return _mark(live, called(equation), results)
+        return _mark(live, call_jaxpr(equation), results)
     if name == 'shard_map':
-        return _mark(live, mapped(equation)[0], results)
+        return _mark(live, shard_map_jaxpr(equation)[0], results)
     if name == 'cond':
         found = [_mark(live, branch, results) for branch in branches(equation)]
         return [True, *map(any, zip(*found, strict=True))]

@@ -18,19 +18,19 @@ from scalax._core.pytree.partition_specs import spec_axes
 from scalax._core.pytree.paths import array_bytes
 from scalax._jax.equations import (
     WITH_JAXPRS,
-    axes_named,
     branches,
-    called,
+    call_jaxpr,
     conv_dims,
     loop_of,
-    mapped,
     name_stack,
-    opened,
+    named_axes_of,
+    open_jaxpr,
     shape_of,
-    with_inside,
+    shard_map_jaxpr,
+    with_inner_equations,
 )
 from scalax._jax.primitives import primitive_name
-from scalax._jaxpr.dim_rules import FORWARDS, dims_of, multiplications
+from scalax._jaxpr.dim_rules import SHAPE_OPS, count_multiplications, dim_rule
 from scalax._spmd.placements.collectives import COLLECTIVE_SCOPE
 from scalax._spmd.report.liveness import live_equations
 
@@ -116,7 +116,7 @@ class Redundancy:
         self, jaxpr: Any, arguments: Sequence[Provenance], times: int, *, is_last: bool
     ) -> list[Provenance]:
         """Returns the facts about the results of a jaxpr; adds its work in the last round of loops."""
-        inner, none = opened(jaxpr), Provenance(frozenset())
+        inner, none = open_jaxpr(jaxpr), Provenance(frozenset())
         facts = dict(zip(map(id, inner.invars), arguments, strict=True))
         for equation in inner.eqns:
             if id(equation) not in self._live:
@@ -154,7 +154,7 @@ class Redundancy:
             found = [self._run(x, others, times, is_last=is_last) for x in branches(equation)]
             return [_joined([index, *each]) for each in zip(*found, strict=True)]
         if name not in ('scan', 'while'):
-            jaxpr = mapped(equation)[0] if name == 'shard_map' else called(equation)
+            jaxpr = shard_map_jaxpr(equation)[0] if name == 'shard_map' else call_jaxpr(equation)
             return self._run(jaxpr, operands, times, is_last=is_last)
         loop = loop_of(equation)
         constants, carried, stacks = map(list, loop.parts(operands))
@@ -175,7 +175,7 @@ class Redundancy:
         varies, of, has_examples, is_moved = _joined(operands)
         if name == 'scatter-add' and is_moved:  # what examples add to the rows that a device has is state
             has_examples = operands[0].has_examples
-        axes = self._axes.intersection(axes_named(equation))
+        axes = self._axes.intersection(named_axes_of(equation))
         if name in _GATHERS:
             return Provenance(varies - axes, 'examples', has_examples, is_moved)
         if name in _REDUCTIONS:
@@ -186,8 +186,8 @@ class Redundancy:
 
     def _exchanged(self, equation: Any, operand: Provenance, is_weight: bool) -> Provenance:
         """Returns the fact about the result of a collective that scalax wrote, which may be inside a call."""
-        for each in with_inside([equation]):
-            if self._axes.intersection(axes_named(each)):
+        for each in with_inner_equations([equation]):
+            if self._axes.intersection(named_axes_of(each)):
                 result = self._result(each, [operand])
                 return result._replace(of='weight') if is_weight and result.of == 'examples' else result
         return operand
@@ -209,7 +209,7 @@ class Redundancy:
             yield of, place, work
 
 
-_FREE = FORWARDS | {'optimization_barrier'}
+_FREE = SHAPE_OPS | {'optimization_barrier'}
 # A shard_map inside is along other axes.
 _WITH_JAXPRS = WITH_JAXPRS | {'shard_map'}
 _GATHERS = ('all_gather', 'all_gather_invariant')
@@ -220,7 +220,7 @@ def product_flops(equation: Any) -> int:
     """Returns the operations of a product or a convolution; 0 of other equations."""
     name = primitive_name(equation)
     if name in ('dot_general', 'ragged_dot_general'):
-        return 2 * multiplications(equation) if dims_of(equation).summed else 0
+        return 2 * count_multiplications(equation) if dim_rule(equation).summed else 0
     if name == 'conv_general_dilated':
         kernel, result = shape_of(equation.invars[1]), shape_of(equation.outvars[0])
         return 2 * math.prod(result) * math.prod(kernel) // kernel[conv_dims(equation).rhs_spec[0]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from scalax._jax.equations import jaxprs_in, opened
+from scalax._jax.equations import inner_jaxprs, open_jaxpr
 from scalax._jax.primitives import primitive_name
 from scalax._spmd.rewrites.composite_operations import OPENED, open_operations
 from scalax._spmd.rewrites.distributed_matrices import MATRIX_PRIMITIVES, distribute_matrices
@@ -51,13 +51,13 @@ def apply_rewrites(jaxpr: Any, facts: StepFacts) -> Any:
 
 def _primitives(jaxpr: Any) -> set[str]:
     """Returns the names of the primitives of a jaxpr and of those inside it."""
-    examples, pending = dict[Any, Any](), [opened(jaxpr)]  # of each primitive an equation
+    examples, pending = dict[Any, Any](), [open_jaxpr(jaxpr)]  # of each primitive an equation
     seen = {id(pending[0])}
     while pending:
         inner = pending.pop()
         examples.update({equation.primitive: equation for equation in inner.eqns})
         for equation in inner.eqns:
-            for inside in jaxprs_in(equation):
+            for inside in inner_jaxprs(equation):
                 if id(inside) not in seen:
                     seen.add(id(inside))
                     pending.append(inside)

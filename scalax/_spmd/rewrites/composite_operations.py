@@ -16,9 +16,9 @@ from typing import Any
 
 import jax
 
-from scalax._jax.equations import custom_vmap_call, expansion, shape_of, solve_call
+from scalax._jax.equations import custom_vmap_call, expansion, linear_solve_call, shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import Rewriter, called_instead, in_line_of
+from scalax._jax.rewriting import Rewriter, replace_by_jit, with_source_of
 from scalax._spmd.rewrites.facts import StepFacts
 
 OPENED = frozenset(('custom_linear_solve', 'custom_vmap_call', 'call_hi_primitive'))
@@ -39,12 +39,12 @@ def open_operations(jaxpr: Any, facts: StepFacts) -> Any:
         if name not in OPENED:
             return equation
         if name == 'custom_linear_solve':
-            inner, operands = solve_call(equation)
+            inner, operands = linear_solve_call(equation)
         elif name == 'custom_vmap_call':
             inner, operands = custom_vmap_call(equation)
         else:
             inner, operands = _expanded(equation), equation.invars
-        return equation if inner is None else called_instead(equation, rewriter.jaxpr(inner), operands)
+        return equation if inner is None else replace_by_jit(equation, rewriter.jaxpr(inner), operands)
 
     rewriter = Rewriter(change)
     return rewriter.jaxpr(jaxpr)
@@ -59,4 +59,4 @@ def _expanded(equation: Any) -> Any:
         jax.ShapeDtypeStruct(shape_of(atom), atom.aval.dtype, weak_type=atom.aval.weak_type)
         for atom in equation.invars
     ]
-    return in_line_of(jax.make_jaxpr(function)(*types), equation)
+    return with_source_of(jax.make_jaxpr(function)(*types), equation)

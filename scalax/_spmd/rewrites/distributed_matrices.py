@@ -23,21 +23,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from scalax._jax.equations import (
     OWN_GRADIENTS,
-    called,
-    equations,
-    jaxprs_in,
+    all_equations,
+    call_jaxpr,
+    inner_jaxprs,
     loop_of,
-    opened,
+    open_jaxpr,
     shape_of,
     size_of,
 )
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import Rewriter, equation_if_mapped, replaced, run
-from scalax._jaxpr.batch_dims import Rows, RowsOf
-from scalax._jaxpr.dim_rules import DECOMPOSITIONS, multiplications
-from scalax._jaxpr.machine_balance import PER_BYTE, PER_OPERATION
-from scalax._jaxpr.matrix_functions import Function, functions_of_matrices, is_late
-from scalax._jaxpr.rebatch import Known, OnOtherRows
+from scalax._jax.rewriting import Rewriter, eval_jaxpr, replace_jaxpr, trace_equation_if_supported
+from scalax._jaxpr.batch_dims import BatchDim, BatchDimAnalysis
+from scalax._jaxpr.dim_rules import DECOMPOSITIONS, count_multiplications
+from scalax._jaxpr.machine_balance import SECONDS_PER_BYTE, SECONDS_PER_FLOP
+from scalax._jaxpr.matrix_functions import MatrixFunction, find_matrix_functions, propagate_late
+from scalax._jaxpr.rebatch import Rebatcher, TrackedValue
 from scalax._spmd.placements.placement import Placements, Replicate, Shard
 from scalax._spmd.placements.reduction_layouts import ReductionLayouts
 from scalax._spmd.rewrites.facts import StepFacts
@@ -66,7 +66,7 @@ class _Distribution(Rewriter):
         self._distributed = set[Any]()
         # The placements of state by its shape; of state that is sharded, if some is.
         self._state: dict[tuple[int, ...], Placements] = {}
-        for var, argument in zip(opened(jaxpr).invars, facts.arguments, strict=True):
+        for var, argument in zip(open_jaxpr(jaxpr).invars, facts.arguments, strict=True):
             shape = shape_of(var)
             if argument.is_state and not _is_sharded(self._state.get(shape, ())):
                 self._state[shape] = argument.placements
@@ -77,25 +77,25 @@ class _Distribution(Rewriter):
             return jaxpr
         if jaxpr in self._known:
             return self._known[jaxpr]
-        groups: dict[Any, list[Function]] = {}
-        for function in functions_of_matrices(jaxpr, self._state):
+        groups: dict[Any, list[MatrixFunction]] = {}
+        for function in find_matrix_functions(jaxpr, self._state):
             if self._becomes_state(function):
                 alone = function.is_stack and shape_of(function.root)[0] % self._devices(function) == 0
                 groups.setdefault((function.kind, id(function) if alone else None), []).append(function)
         merged = [(equation, group) for group in groups.values() if (equation := self._merged(group))]
-        self._distributed |= {called(equation) for equation, _ in merged}
+        self._distributed |= {call_jaxpr(equation) for equation, _ in merged}
         return super().jaxpr(_with_merged(jaxpr, merged) if merged else jaxpr)
 
     @functools.cached_property
     def _wanted(self) -> ReductionLayouts:
         return ReductionLayouts(self._step, self._facts.results)
 
-    def _becomes_state(self, function: Function) -> bool:
+    def _becomes_state(self, function: MatrixFunction) -> bool:
         """Whether the step returns a function of matrices, or its root, as state: examples have others."""
         is_wanted = any(self._wanted.of(var) is not None for var in (function.root, *function.results))
         return is_wanted and bool(self._placements(function))
 
-    def _placements(self, function: Function) -> Placements:
+    def _placements(self, function: MatrixFunction) -> Placements:
         """The placements of the root: as its weight has, as far as that is known; else none."""
         for var in (function.root, *function.results):
             layout = self._wanted.of(var)
@@ -103,15 +103,15 @@ class _Distribution(Rewriter):
                 return layout.placements
         return self._state.get(shape_of(function.root), ())
 
-    def _axes(self, function: Function) -> list[int]:
+    def _axes(self, function: MatrixFunction) -> list[int]:
         """The batch axes, by number, that shard a root; all of them if none does."""
         sharding = [i for i, x in enumerate(self._placements(function)) if isinstance(x, Shard)]
         return sharding or [*range(len(self._facts.axes))]
 
-    def _devices(self, function: Function) -> int:
+    def _devices(self, function: MatrixFunction) -> int:
         return math.prod(self._sizes[self._facts.axes[i]] for i in self._axes(function))
 
-    def _merged(self, group: Sequence[Function]) -> Any:
+    def _merged(self, group: Sequence[MatrixFunction]) -> Any:
         """Returns one equation that computes a group of functions on whole matrices.
 
         None if that does not pay, or if one of them mixes matrices, or has a primitive that JAX does not map.
@@ -143,9 +143,9 @@ class _Distribution(Rewriter):
 
         operands = [*[function.root for function in group], *first.free]
         outputs = [var for function in group for var in function.results]
-        return equation_if_mapped(jax.jit(distributed), first.equations[-1], operands, outputs)
+        return trace_equation_if_supported(jax.jit(distributed), first.equations[-1], operands, outputs)
 
-    def _on_blocks(self, x: Any, stack: Any, placements: Placements, function: Function) -> Any:
+    def _on_blocks(self, x: Any, stack: Any, placements: Placements, function: MatrixFunction) -> Any:
         """A result in blocks of matrices: along the dimensions of the root, or else the largest dimension."""
         entries: list[Any] = [(), *[_OPEN] * (x.ndim - 1)]
         for i in self._axes(function):
@@ -173,22 +173,22 @@ def _is_sharded(placements: Placements) -> bool:
     return not all(isinstance(x, Replicate) for x in placements)
 
 
-def _of_stack(function: Function, stack: Any, scalars: Sequence[Any]) -> Sequence[Any]:
+def _of_stack(function: MatrixFunction, stack: Any, scalars: Sequence[Any]) -> Sequence[Any]:
     """Returns the results of a function for a stack of any size: stacks."""
     if not function.is_stack:
-        results: Sequence[Any] = jax.vmap(lambda x: run(function.part, [x, *scalars]))(stack)
+        results: Sequence[Any] = jax.vmap(lambda x: eval_jaxpr(function.part, [x, *scalars]))(stack)
         return results
-    part, rows = function.part, RowsOf(shape_of(function.root)[0])
-    if not OWN_GRADIENTS.isdisjoint(map(primitive_name, equations(part))):
+    part, rows = function.part, BatchDimAnalysis(shape_of(function.root)[0])
+    if not OWN_GRADIENTS.isdisjoint(map(primitive_name, all_equations(part))):
         raise NotImplementedError('a part has a gradient of its own')
-    facts = rows.results(part, [Rows(0), *[None] * len(scalars)])
-    dims = [fact.dim for fact in facts if isinstance(fact, Rows) and fact.each == 1]
+    facts = rows.results(part, [BatchDim(0), *[None] * len(scalars)])
+    dims = [fact.dim for fact in facts if isinstance(fact, BatchDim) and fact.each == 1]
     if len(dims) < len(facts):
         raise NotImplementedError('a result is one value for all matrices')
     if len(stack) == rows.count and not any(dims):
-        return run(part, [stack, *scalars])
-    operands = [Known(stack, Rows(0)), *[Known(x, None) for x in scalars]]
-    results = OnOtherRows(rows, len(stack), _share).values(part, operands, facts)
+        return eval_jaxpr(part, [stack, *scalars])
+    operands = [TrackedValue(stack, BatchDim(0)), *[TrackedValue(x, None) for x in scalars]]
+    results = Rebatcher(rows, len(stack), _share).values(part, operands, facts)
     return [jnp.moveaxis(x, dim, 0) for x, dim in zip(results, dims, strict=True)]
 
 
@@ -196,7 +196,7 @@ def _share(x: Any, fact: Any) -> Any:
     raise NotImplementedError('a value has elements for each matrix')
 
 
-def _with_merged(jaxpr: Any, merged: Sequence[tuple[Any, Sequence[Function]]]) -> Any:
+def _with_merged(jaxpr: Any, merged: Sequence[tuple[Any, Sequence[MatrixFunction]]]) -> Any:
     """Returns a jaxpr with equations in place of functions. What reads their results comes behind them."""
     functions = [function for _, group in merged for function in group]
     removed = {id(equation) for function in functions for equation in function.equations}
@@ -204,17 +204,17 @@ def _with_merged(jaxpr: Any, merged: Sequence[tuple[Any, Sequence[Function]]]) -
     kept: list[Any] = []
     waiting = [equation for equation, _ in merged]
     left = len(removed)
-    for equation in opened(jaxpr).eqns:
+    for equation in open_jaxpr(jaxpr).eqns:
         if id(equation) in removed:
             left -= 1
             if not left:
                 kept += waiting
         else:
-            (waiting if left and is_late(equation, late) else kept).append(equation)
-    return replaced(jaxpr, eqns=kept)
+            (waiting if left and propagate_late(equation, late) else kept).append(equation)
+    return replace_jaxpr(jaxpr, eqns=kept)
 
 
-def _pays(function: Function, count: int, size: int, devices: int, *, is_sharded: bool) -> bool:
+def _pays(function: MatrixFunction, count: int, size: int, devices: int, *, is_sharded: bool) -> bool:
     """Whether so many matrices take less time if each device computes some of them.
 
     On blocks, products divide their operations, and send their smallest value to all devices. Every device
@@ -224,26 +224,26 @@ def _pays(function: Function, count: int, size: int, devices: int, *, is_sharded
     for equation, times in _costly(function.part):
         if primitive_name(equation) == 'dot_general':
             values = (*equation.invars, *equation.outvars)
-            products += times * 2 * multiplications(equation) * PER_OPERATION
+            products += times * 2 * count_multiplications(equation) * SECONDS_PER_FLOP
             moved += times * 2 * min(map(size_of, values)) * equation.outvars[0].aval.dtype.itemsize
         else:
             *stack, rows, columns = shape_of(equation.invars[0])
             operations = _PRODUCTS_OF_DECOMPOSITION * rows * columns * min(rows, columns)
-            decompositions += times * math.prod(stack) * (_DECOMPOSITION + operations * PER_OPERATION)
+            decompositions += times * math.prod(stack) * (_DECOMPOSITION + operations * SECONDS_PER_FLOP)
     ends = sum(size_of(var) * var.aval.dtype.itemsize for var in (function.root, *function.results))
     parts = devices if is_sharded else 1
     distributed = -(-count // devices) * (products + decompositions) / size
-    distributed += _EXCHANGE + ends * count / size / parts * PER_BYTE
-    on_blocks = products / parts + decompositions + is_sharded * moved * PER_BYTE
+    distributed += _EXCHANGE + ends * count / size / parts * SECONDS_PER_BYTE
+    on_blocks = products / parts + decompositions + is_sharded * moved * SECONDS_PER_BYTE
     return devices > 1 and distributed < count / size * on_blocks
 
 
 def _costly(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
     """The products and decompositions of a jaxpr and of those inside it, and how often each is computed."""
-    for equation in opened(jaxpr).eqns:
+    for equation in open_jaxpr(jaxpr).eqns:
         name = primitive_name(equation)
         if name in MATRIX_PRIMITIVES:
             yield equation, times
         rounds = loop_of(equation).length or 1 if name == 'scan' else 1
-        for inside in jaxprs_in(equation):
+        for inside in inner_jaxprs(equation):
             yield from _costly(inside, times * rounds)

@@ -10,13 +10,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scalax._jax.equations import Literal, is_reordered, opened, removed_dims, shape_of, shardings_said
+from scalax._jax.equations import (
+    Literal,
+    open_jaxpr,
+    permutes_elements,
+    removed_dims,
+    shape_of,
+    sharding_params,
+)
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import Rewriter, added_equation, bound, replaced, with_inlined, with_results
-from scalax._jaxpr.dim_rules import ALONG, ELEMENTWISE
+from scalax._jax.rewriting import (
+    Rewriter,
+    inline_calls,
+    rebind,
+    replace_jaxpr,
+    trace_added_equation,
+    with_results,
+)
+from scalax._jaxpr.dim_rules import ALONG_DIM, ELEMENTWISE
 from scalax._spmd.rewrites.facts import StepFacts
 
-_ELEMENTWISE = ELEMENTWISE - ALONG - {'random_fold_in', 'random_gamma', 'threefry2x32'}
+_ELEMENTWISE = ELEMENTWISE - ALONG_DIM - {'random_fold_in', 'random_gamma', 'threefry2x32'}
 _REDUCTIONS = frozenset(('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_and', 'reduce_or'))
 
 FLATTENING = frozenset(('reshape',))
@@ -37,10 +51,10 @@ class _Unflattening(Rewriter):
         """Returns a jaxpr, open or closed, that reduces arrays without flattening them."""
         if jaxpr in self._known:
             return self._known[jaxpr]
-        flattened = _flattened(opened(jaxpr).eqns)
+        flattened = _flattened(open_jaxpr(jaxpr).eqns)
         if flattened:
             # Norms and inner products are functions that JAX has compiled.
-            jaxpr = with_inlined(
+            jaxpr = inline_calls(
                 jaxpr, lambda call: _is_plain(call) and any(id(x) in flattened for x in call.invars)
             )
             jaxpr = _unflattened(jaxpr)
@@ -49,7 +63,7 @@ class _Unflattening(Rewriter):
 
 def _is_plain(call: Any) -> bool:
     """Whether a call is a `jit` that says nothing of shardings."""
-    return primitive_name(call) == 'jit' and not any(shardings_said(call))
+    return primitive_name(call) == 'jit' and not any(sharding_params(call))
 
 
 def _flattened(equations: Sequence[Any]) -> dict[int, tuple[int, ...]]:
@@ -57,7 +71,7 @@ def _flattened(equations: Sequence[Any]) -> dict[int, tuple[int, ...]]:
     shapes: dict[int, tuple[int, ...]] = {}
     for equation in equations:
         name = primitive_name(equation)
-        if name == 'reshape' and not is_reordered(equation):
+        if name == 'reshape' and not permutes_elements(equation):
             shape, flat = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
             if len(flat) == 1 < len(shape):
                 shapes[id(equation.outvars[0])] = shape
@@ -71,7 +85,7 @@ def _flattened(equations: Sequence[Any]) -> dict[int, tuple[int, ...]]:
 
 def _unflattened(jaxpr: Any) -> Any:
     """The jaxpr with other equations in place of those whose operands need not be flattened."""
-    inner = opened(jaxpr)
+    inner = open_jaxpr(jaxpr)
     shapes = _flattened(inner.eqns)
     for var in inner.outvars:
         shapes.pop(id(var), None)
@@ -98,7 +112,7 @@ def _unflattened(jaxpr: Any) -> Any:
                 arrays[id(result)] = equations[-1].outvars[0]
         else:
             equations.append(equation)
-    return replaced(jaxpr, eqns=equations)
+    return replace_jaxpr(jaxpr, eqns=equations)
 
 
 def _takes_unflattened(equation: Any, shapes: Mapping[int, tuple[int, ...]]) -> bool:
@@ -127,5 +141,5 @@ def _on_arrays(equation: Any, arrays: Mapping[int, Any]) -> Any:
     if name not in _ELEMENTWISE:
         dims = tuple(range(max(len(shape_of(x)) for x in operands)))
         changed = {'axes': dims} if name in _REDUCTIONS else {'dimension_numbers': ((dims, dims), ((), ()))}
-    new = added_equation(lambda *xs: bound(equation, *xs, **changed), equation, operands)
+    new = trace_added_equation(lambda *xs: rebind(equation, *xs, **changed), equation, operands)
     return new if name in _ELEMENTWISE else with_results(new, equation.outvars)

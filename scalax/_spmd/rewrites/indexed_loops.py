@@ -26,20 +26,27 @@ from scalax._jax.equations import (
     OWN_GRADIENTS,
     Literal,
     Loop,
-    called,
-    equations,
+    all_equations,
+    call_jaxpr,
     loop_of,
-    makers_of,
-    opened,
+    open_jaxpr,
+    producers_of,
     scan_options,
     shape_of,
     size_of,
 )
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import equation_of, part_of, replaced, run, with_inlined, with_jaxprs
-from scalax._jaxpr.dim_rules import puts_rows, reshaped, takes_rows
-from scalax._jaxpr.static_integers import Integers, Values
-from scalax._jaxpr.user_shardings import placed_by_user
+from scalax._jax.rewriting import (
+    eval_jaxpr,
+    extract_subjaxpr,
+    inline_calls,
+    replace_jaxpr,
+    trace_equation,
+    with_jaxprs,
+)
+from scalax._jaxpr.dim_rules import is_row_gather, is_row_scatter, reshape_groups
+from scalax._jaxpr.static_integers import IntegerValues, StaticIntegers
+from scalax._jaxpr.user_shardings import user_shardings_of
 from scalax._spmd.batch.batch_dims import BatchDims
 from scalax._spmd.rewrites.facts import StepFacts
 
@@ -63,7 +70,7 @@ def stack_examples(jaxpr: Any, facts: StepFacts) -> Any:
         jaxpr: the closed jaxpr.
         facts: what is known of the step.
     """
-    if not any(map(_is_indexed, equations(jaxpr))):
+    if not any(map(_is_indexed, all_equations(jaxpr))):
         return jaxpr
     placements = [argument.placements for argument in facts.arguments]
     sizes = [facts.mesh.shape[axis] for axis in facts.axes]
@@ -80,17 +87,17 @@ def stack_examples(jaxpr: Any, facts: StepFacts) -> Any:
 def _is_indexed(equation: Any) -> bool:
     """Whether an equation is a loop that reads or writes something by number."""
     return primitive_name(equation) == 'scan' and any(
-        primitive_name(inside) in _INDEXED for inside in equations(loop_of(equation).body)
+        primitive_name(inside) in _INDEXED for inside in all_equations(loop_of(equation).body)
     )
 
 
 def _split_examples(jaxpr: Any, batch_dims: BatchDims) -> set[int]:
     """Returns the variables, by id, whose first dimension is the first part of a dimension of examples."""
     found = set()
-    for equation in equations(jaxpr):
+    for equation in all_equations(jaxpr):
         if primitive_name(equation) == 'reshape':
             batch = batch_dims.dims(equation.invars[0])
-            if any(0 in new and not batch.isdisjoint(old) for old, new in reshaped(equation)):
+            if any(0 in new and not batch.isdisjoint(old) for old, new in reshape_groups(equation)):
                 found.add(id(equation.outvars[0]))
     return found
 
@@ -112,56 +119,60 @@ def with_stacks(jaxpr: Any, is_rewritten: _Filter = lambda equation: True) -> An
         jaxpr: the jaxpr; returned itself if it has no such loop.
         is_rewritten: which loops are rewritten.
     """
-    return _with_stacks(jaxpr, [None] * len(opened(jaxpr).invars), is_rewritten)[0]
+    return _with_stacks(jaxpr, [None] * len(open_jaxpr(jaxpr).invars), is_rewritten)[0]
 
 
-def _with_stacks(jaxpr: Any, given: Sequence[Values | None], is_rewritten: _Filter) -> tuple[Any, Integers]:
+def _with_stacks(
+    jaxpr: Any, given: Sequence[IntegerValues | None], is_rewritten: _Filter
+) -> tuple[Any, StaticIntegers]:
     """The jaxpr with stacks in place of rows, and its integers, given those of its arguments."""
-    inner, changed = opened(jaxpr), []
-    numbers = Integers(inner, iotas=True)
+    inner, changed = open_jaxpr(jaxpr), []
+    numbers = StaticIntegers(inner, iotas=True)
     numbers.note(inner.invars, given)
     for equation in inner.eqns:
         name = primitive_name(equation)
         if name in CALLS:
-            body, inside = _with_stacks(called(equation), [*map(numbers.of, equation.invars)], is_rewritten)
-            numbers.note(equation.outvars, [*map(inside.of, opened(body).outvars)])
+            body, inside = _with_stacks(
+                call_jaxpr(equation), [*map(numbers.of, equation.invars)], is_rewritten
+            )
+            numbers.note(equation.outvars, [*map(inside.of, open_jaxpr(body).outvars)])
             equation = with_jaxprs(equation, body)
         elif name == 'scan':
             equation, found = _scan(equation, [*map(numbers.of, equation.invars)], is_rewritten)
             numbers.note(equation.outvars, found)
         changed.append(equation)
     same = all(map(operator.is_, changed, inner.eqns))
-    return jaxpr if same else replaced(jaxpr, eqns=changed), numbers
+    return jaxpr if same else replace_jaxpr(jaxpr, eqns=changed), numbers
 
 
 def _scan(
-    equation: Any, operands: Sequence[Values | None], is_rewritten: _Filter
-) -> tuple[Any, Sequence[Values | None]]:
+    equation: Any, operands: Sequence[IntegerValues | None], is_rewritten: _Filter
+) -> tuple[Any, Sequence[IntegerValues | None]]:
     """A loop with stacks in place of rows, and the integers of its results."""
     loop, options = loop_of(equation), scan_options(equation)
     length = loop.length or 0
-    results: list[Values | None] = [None] * len(equation.outvars)
+    results: list[IntegerValues | None] = [None] * len(equation.outvars)
     if not 0 < length <= _MOST:
         return equation, results
     rows = np.arange(length)
-    body = with_inlined(loop.body, functools.partial(_may_take_rows, length=length))
+    body = inline_calls(loop.body, functools.partial(_may_take_rows, length=length))
     (atoms, first, _), (constants, _, stacks) = map(loop.parts, (equation.invars, operands))
     counters = [] if options['reverse'] else _counters(loop._replace(body=body), first, rows)
     counted = [rows.astype(x.aval.dtype) if i in counters else None for i, x in enumerate(first)]
     elements = [None if x is None or x.shape != rows.shape else x for x in stacks]
     same = [None if size_of(atom) == 1 else x for atom, x in zip(atoms, constants, strict=True)]
     inside, numbers = _with_stacks(body, [*same, *counted, *elements], is_rewritten)
-    found = [numbers.of(x) if size_of(x) == 1 else None for x in opened(inside).outvars[loop.carried :]]
+    found = [numbers.of(x) if size_of(x) == 1 else None for x in open_jaxpr(inside).outvars[loop.carried :]]
     results[loop.carried :] = [None if x is None else np.broadcast_to(x, rows.shape) for x in found]
-    if not opened(inside).effects and is_rewritten(equation):
+    if not open_jaxpr(inside).effects and is_rewritten(equation):
         is_own = functools.partial(_is_number, numbers, rows)
         changed = _by_number(loop._replace(body=inside), is_own, counters, options)
         if changed is not None:
-            return equation_of(jax.jit(changed), equation), results
+            return trace_equation(jax.jit(changed), equation), results
     return equation if inside is body else with_jaxprs(equation, inside), results
 
 
-def _is_number(numbers: Integers, rows: Values, atom: Any, count: int) -> bool:
+def _is_number(numbers: StaticIntegers, rows: IntegerValues, atom: Any, count: int) -> bool:
     """Whether a value of a round is the number of the first of so many rows of the round."""
     values = numbers.of(atom)
     return values is not None and np.array_equal(values, rows * count)
@@ -172,9 +183,9 @@ def _may_take_rows(call: Any, length: int) -> bool:
     # Inlined, these would have the gradient of their equations in place of their own, if one is taken later.
     if primitive_name(call) in OWN_GRADIENTS:
         return False
-    inside = [each for each in equations(called(call)) if primitive_name(each) in _INDEXED]
+    inside = [each for each in all_equations(call_jaxpr(call)) if primitive_name(each) in _INDEXED]
     has_rows = any(_rows_of_round(each.invars[0], length) for each in inside)
-    return has_rows and not any(placed_by_user(call))
+    return has_rows and not any(user_shardings_of(call))
 
 
 def _rows_of_round(atom: Any, length: int) -> int:
@@ -183,10 +194,10 @@ def _rows_of_round(atom: Any, length: int) -> int:
     return 0 if rows % length else rows // length
 
 
-def _counters(loop: Loop, first: Sequence[Any], rows: Values) -> Sequence[int]:
+def _counters(loop: Loop, first: Sequence[Any], rows: IntegerValues) -> Sequence[int]:
     """Which carried values count the rounds, from zero on."""
-    body, found = opened(loop.body), []
-    known = Integers(body)
+    body, found = open_jaxpr(loop.body), []
+    known = StaticIntegers(body)
     for i, var in enumerate(loop.parts(body.invars)[1]):
         if isinstance(first[i], Literal) and not first[i].val:
             dtype = var.aval.dtype
@@ -208,9 +219,9 @@ def _by_number(
         counters: which carried values count the rounds, from zero on.
         options: those of `jax.lax.scan`.
     """
-    body, length = opened(loop.body), loop.length or 0
+    body, length = open_jaxpr(loop.body), loop.length or 0
     constants, state, elements = loop.parts(body.invars)
-    outputs, makers = body.outvars[: loop.carried], makers_of(body)
+    outputs, makers = body.outvars[: loop.carried], producers_of(body)
     puts = [
         _written(makers, var, out, is_own, _rows_of_round(var, length))
         for var, out in zip(state, outputs, strict=True)
@@ -230,8 +241,8 @@ def _by_number(
     carried, taken = [state[i] for i in (*kept, *counters)], [var for _, var in read]
     results = [*[outputs[i] for i in kept], *[row for each in written.values() for row, _ in each]]
     results += body.outvars[loop.carried :]
-    rounds = part_of(loop.body, [*constants, *carried, *elements, *taken], results)
-    used = {id(x) for each in opened(rounds).eqns for x in each.invars} | {*map(id, results)}
+    rounds = extract_subjaxpr(loop.body, [*constants, *carried, *elements, *taken], results)
+    used = {id(x) for each in open_jaxpr(rounds).eqns for x in each.invars} | {*map(id, results)}
     if not (read or written or counters) or any(id(state[i]) in used for i in written):
         return None
     links = [(i, is_added) for i, each in written.items() for _, is_added in each]
@@ -240,7 +251,7 @@ def _by_number(
         given, first, stacks = loop.parts(operands)
 
         def step(state: Sequence[Any], elements: Sequence[Any]) -> tuple[Any, Any]:
-            results = run(rounds, [*given, *state, *elements])
+            results = eval_jaxpr(rounds, [*given, *state, *elements])
             return results[: len(kept)], results[len(kept) :]
 
         counted = [jnp.arange(length).astype(first[i].dtype) for i in counters]
@@ -266,7 +277,7 @@ def _reads(equation: Any, is_own: _IsOwn, length: int) -> bool:
     row, found = shape_of(equation.invars[0])[1:], shape_of(equation.outvars[0])
     if name == 'dynamic_slice':
         return found == (count, *row)
-    return count == 1 and found == row and takes_rows(equation)
+    return count == 1 and found == row and is_row_gather(equation)
 
 
 def _written(
@@ -302,7 +313,7 @@ def _written(
         is_row = count > 0 and shape_of(row) == (count, *shape_of(out)[1:])
     elif name in ('scatter', 'scatter-add'):
         into, number, row = made.invars
-        is_row = count == 1 and shape_of(row) == shape_of(out)[1:] and puts_rows(made)
+        is_row = count == 1 and shape_of(row) == shape_of(out)[1:] and is_row_scatter(made)
     else:
         return None
     links = _written(makers, var, into, is_own, count) if is_row and is_own(number, count) else None

@@ -25,26 +25,26 @@ from scalax._jax.equations import (
     Literal,
     branches,
     broadcast_dims,
-    called,
+    call_jaxpr,
     dim_of,
     gather_dims,
     loop_of,
-    makers_of,
-    opened,
+    open_jaxpr,
+    producers_of,
     scatter_dims,
     shape_of,
 )
 from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import (
-    added_equation,
-    bound,
     constants_of,
-    replaced,
+    rebind,
+    replace_jaxpr,
+    trace_added_equation,
     with_jaxprs,
     with_results,
 )
-from scalax._jaxpr.dim_rules import SCATTERS, reshaped
-from scalax._jaxpr.static_integers import Integers
+from scalax._jaxpr.dim_rules import SCATTERS, reshape_groups
+from scalax._jaxpr.static_integers import StaticIntegers
 from scalax._spmd.rewrites.facts import StepFacts
 
 LOOKUPS = frozenset(('gather',)) | SCATTERS
@@ -65,7 +65,7 @@ def batch_example_indices(jaxpr: Any, facts: StepFacts) -> Any:
         facts: what is known of the step.
     """
     del facts
-    return _rewritten(jaxpr, [{}] * len(opened(jaxpr).invars), {})[0]
+    return _rewritten(jaxpr, [{}] * len(open_jaxpr(jaxpr).invars), {})[0]
 
 
 def _rewritten(jaxpr: Any, arguments: Sequence[Columns], known: _Known) -> tuple[Any, list[Columns]]:
@@ -81,7 +81,7 @@ def _rewritten(jaxpr: Any, arguments: Sequence[Columns], known: _Known) -> tuple
 
 
 def _rewritten_with(jaxpr: Any, arguments: Sequence[Columns], known: _Known) -> tuple[Any, list[Columns]]:
-    inner = opened(jaxpr)
+    inner = open_jaxpr(jaxpr)
     columns = _Columns(jaxpr)
     columns.known.update(zip(map(id, inner.invars), arguments, strict=True))
     equations: list[Any] = []
@@ -96,7 +96,7 @@ def _rewritten_with(jaxpr: Any, arguments: Sequence[Columns], known: _Known) -> 
         else:
             equations.append(equation)
     is_same = len(equations) == len(inner.eqns) and all(map(operator.is_, equations, inner.eqns))
-    return jaxpr if is_same else replaced(jaxpr, eqns=equations), [columns.of(x) for x in inner.outvars]
+    return jaxpr if is_same else replace_jaxpr(jaxpr, eqns=equations), [columns.of(x) for x in inner.outvars]
 
 
 def _with_unknown_inside(equation: Any, known: _Known) -> Any:
@@ -105,7 +105,7 @@ def _with_unknown_inside(equation: Any, known: _Known) -> Any:
         jaxprs = [*branches(equation)]
     else:
         jaxprs = [loop_of(equation).body]
-    new = [_rewritten(jaxpr, [{}] * len(opened(jaxpr).invars), known)[0] for jaxpr in jaxprs]
+    new = [_rewritten(jaxpr, [{}] * len(open_jaxpr(jaxpr).invars), known)[0] for jaxpr in jaxprs]
     return equation if all(map(operator.is_, new, jaxprs)) else with_jaxprs(equation, *new)
 
 
@@ -113,8 +113,8 @@ def _with_inside(equation: Any, columns: _Columns, known: _Known) -> Any:
     """A call or a `scan` whose jaxpr has batching dimensions; notes the columns of its results."""
     operands = [columns.of(x) for x in equation.invars]
     if primitive_name(equation) in CALLS:
-        jaxpr, results = _rewritten(called(equation), operands, known)
-        before = called(equation)
+        jaxpr, results = _rewritten(call_jaxpr(equation), operands, known)
+        before = call_jaxpr(equation)
     else:
         loop = loop_of(equation)
         constants, carried, stacks = loop.parts(operands)
@@ -143,8 +143,8 @@ class _Columns:
 
     def __init__(self, jaxpr: Any) -> None:
         self.known: dict[int, Columns] = {}
-        inner = opened(jaxpr)
-        self._producers, self._integers = makers_of(inner), Integers(inner, iotas=True)
+        inner = open_jaxpr(jaxpr)
+        self._producers, self._integers = producers_of(inner), StaticIntegers(inner, iotas=True)
         for var, value in constants_of(jaxpr):
             if _may_count(var) and getattr(value, 'is_fully_addressable', True):
                 self._integers.note([var], [np.asarray(value)])
@@ -192,7 +192,9 @@ class _Columns:
             return None if dim is None else new[dim]
         if name == 'reshape':
             dim = self._counting_dim(maker.invars[0])
-            return next((new[0] for old, new in reshaped(maker) if [*old] == [dim] and len(new) == 1), None)
+            return next(
+                (new[0] for old, new in reshape_groups(maker) if [*old] == [dim] and len(new) == 1), None
+            )
         return None
 
 
@@ -229,15 +231,15 @@ def _batched(equation: Any, columns: _Columns) -> list[Any]:
         new = jax.lax.ScatterDimensionNumbers(numbers.update_window_dims, kept, left, batched, counting)
     equations, parts = list[Any](), list[Any]()
     for start, end in _runs([column for column in range(len(indexed)) if column not in pairs]):
-        equations.append(added_equation(_columns_between(start, end), equation, [indices]))
+        equations.append(trace_added_equation(_columns_between(start, end), equation, [indices]))
         parts += equations[-1].outvars
     if len(parts) > 1:
-        equations.append(added_equation(_side_by_side, equation, parts))
+        equations.append(trace_added_equation(_side_by_side, equation, parts))
         parts = equations[-1].outvars
     operands = [equation.invars[0], *parts, *equation.invars[2:]]
     # They may be sorted with the numbers of examples only.
     changed = {'dimension_numbers': new, 'indices_are_sorted': False}
-    written = added_equation(lambda *xs: bound(equation, *xs, **changed), equation, operands)
+    written = trace_added_equation(lambda *xs: rebind(equation, *xs, **changed), equation, operands)
     return [*equations, with_results(written, equation.outvars)]
 
 

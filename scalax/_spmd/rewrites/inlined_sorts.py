@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from scalax._jax.rewriting import flattened
-from scalax._jaxpr.sort_orders import CONSTANTS
+from scalax._jax.rewriting import inline_and_sink_constants
+from scalax._jaxpr.sort_orders import CONSTANT_OPS
 from scalax._spmd.rewrites.facts import StepFacts
 
 
@@ -20,4 +20,4 @@ def inline_sorts(jaxpr: Any, facts: StepFacts) -> Any:
         facts: what is known of the step.
     """
     del facts
-    return flattened(jaxpr, CONSTANTS)
+    return inline_and_sink_constants(jaxpr, CONSTANT_OPS)

@@ -12,9 +12,9 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from scalax._core.pytree.partition_specs import canonical, entries, entry_axes
-from scalax._jax.equations import CALLS, called, loop_of, opened, shape_of
+from scalax._jax.equations import CALLS, call_jaxpr, loop_of, open_jaxpr, shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._jax.rewriting import constraint, replaced, with_jaxprs, with_operands
+from scalax._jax.rewriting import make_constraint, replace_jaxpr, with_jaxprs, with_operands
 from scalax._jax.tracing import trace_context
 
 # With `reshard`, which JAX puts into jnp.where under a mesh, and which moves nothing along Auto axes.
@@ -39,7 +39,7 @@ def constrain_updated_stacks(
     Returns:
         The jaxpr; the same object if nothing is constrained.
     """
-    inner = opened(jaxpr)
+    inner = open_jaxpr(jaxpr)
     before = _specs(inner.invars, given)
     behind = _specs(inner.outvars, returned)
     if not before or not behind:
@@ -47,7 +47,7 @@ def constrain_updated_stacks(
     new = [_placed(equation, before, behind, mesh) for equation in inner.eqns]
     if all(one is other for one, other in zip(new, inner.eqns, strict=True)):
         return jaxpr
-    return replaced(jaxpr, eqns=new)
+    return replace_jaxpr(jaxpr, eqns=new)
 
 
 def _specs(atoms: Sequence[Any], shardings: Shardings) -> dict[int, PartitionSpec]:
@@ -67,11 +67,11 @@ def _placed(
     if name in CALLS:
         given = [_sharding(before.get(id(atom)), mesh) for atom in equation.invars]
         returned = [_sharding(behind.get(id(var)), mesh) for var in equation.outvars]
-        return with_jaxprs(equation, constrain_updated_stacks(called(equation), given, returned, mesh))
+        return with_jaxprs(equation, constrain_updated_stacks(call_jaxpr(equation), given, returned, mesh))
     if name != 'scan':
         return equation
     loop = loop_of(equation)
-    body = opened(loop.body)
+    body = open_jaxpr(loop.body)
     stacks = dict(zip(map(id, loop.parts(body.invars)[2]), loop.parts(equation.invars)[2], strict=True))
     made = {id(var) for inside in body.eqns for var in inside.outvars}
     wanted: dict[int, NamedSharding] = {}
@@ -101,7 +101,7 @@ def _updated(jaxpr: Any, element: Any) -> Iterator[Any]:
         if id(atom) in arguments:
             yield atom
         elif maker is not None and primitive_name(maker) in CALLS:  # such as jnp.where
-            inner = opened(called(maker))
+            inner = open_jaxpr(call_jaxpr(maker))
             result = inner.outvars[[*map(id, maker.outvars)].index(id(atom))]
             operands = dict(zip(map(id, inner.invars), maker.invars, strict=True))
             atoms += [operands[id(argument)] for argument in _updated(inner, result)]
@@ -114,13 +114,13 @@ def _with_constraints(jaxpr: Any, wanted: Mapping[int, NamedSharding]) -> Any:
     names: dict[int, Any] = {}
     new: list[Any] = []
     context = trace_context()
-    for equation in opened(jaxpr).eqns:
+    for equation in open_jaxpr(jaxpr).eqns:
         if not names.keys().isdisjoint(map(id, equation.invars)):
             equation = with_operands(equation, [names.get(id(atom), atom) for atom in equation.invars])
         new.append(equation)
         for var in equation.outvars:
             if id(var) in wanted:
-                new.append(constraint(var, wanted[id(var)], equation, context))
+                new.append(make_constraint(var, wanted[id(var)], equation, context))
                 names[id(var)] = new[-1].outvars[0]
-    results = [names.get(id(atom), atom) for atom in opened(jaxpr).outvars]
-    return replaced(jaxpr, eqns=new, outvars=results)
+    results = [names.get(id(atom), atom) for atom in open_jaxpr(jaxpr).outvars]
+    return replace_jaxpr(jaxpr, eqns=new, outvars=results)

@@ -25,18 +25,18 @@ from scalax._core.pytree.partition_specs import entries, entry_axes
 from scalax._core.render.tables import array_text
 from scalax._core.util.user_frames import is_cell
 from scalax._jax.equations import (
-    PLACES,
-    equations,
-    jaxprs_in,
+    SHARDING_PARAMS,
+    all_equations,
+    inner_jaxprs,
     name_stack,
-    opened,
+    open_jaxpr,
     shape_of,
     size_of,
     traceback_of,
 )
-from scalax._jaxpr.dim_rules import dims_of
+from scalax._jaxpr.dim_rules import dim_rule
 from scalax._jaxpr.source_lines import line_of
-from scalax._jaxpr.user_shardings import placed_by_user
+from scalax._jaxpr.user_shardings import user_shardings_of
 
 Axes = tuple[str, ...]
 Path = tuple[tuple[str, int], ...]
@@ -76,8 +76,8 @@ class Program:
         self._parts = {each: math.prod(mesh.get(axis, 1) for axis in each) for each in sorted(self.axes)}
         self.operations: Facts = {}
         self.divisions: Facts = {}
-        self.elements = sum(map(size_of, opened(jaxpr).invars))
-        self._read(opened(jaxpr), [self._number(stem(name)) for name in names], (), ())
+        self.elements = sum(map(size_of, open_jaxpr(jaxpr).invars))
+        self._read(open_jaxpr(jaxpr), [self._number(stem(name)) for name in names], (), ())
 
     def _number(self, thing: Hashable) -> int:
         return self._numbers.setdefault(thing, len(self._numbers))
@@ -99,7 +99,7 @@ class Program:
         own = [
             lines
             for lines, each in zip(paths, jaxpr.eqns, strict=True)
-            if lines and each.primitive.name not in PLACES
+            if lines and each.primitive.name not in SHARDING_PARAMS
         ]
         same = itertools.takewhile(lambda each: len({*each}) == 1, zip(*own, strict=False))
         shared = sum(1 for _ in same)
@@ -118,11 +118,11 @@ class Program:
             facts.setdefault(number, (equation, calls))
             return number
 
-        name, held = equation.primitive.name, [*jaxprs_in(equation)]
+        name, held = equation.primitive.name, [*inner_jaxprs(equation)]
         sources = [makers.get(id(atom)) for atom in equation.invars]
         taken, made = self._values(equation)
         whole = not held and name not in _VARIADIC
-        dims = dims_of(equation)
+        dims = dim_rule(equation)
         known: Hashable = (tuple(taken), tuple(made), dims.results, dims.summed) if whole else ()
         inside = tuple([each.primitive.name for each in calls])
         count = len(self.operations)
@@ -151,7 +151,7 @@ class Program:
             shape = shape_of(atom)
             return _dtype(atom), tuple([size > 1 for size in shape]), self._sharded(shape, said)
 
-        sides = zip((equation.invars, equation.outvars), placed_by_user(equation), strict=True)
+        sides = zip((equation.invars, equation.outvars), user_shardings_of(equation), strict=True)
         return [[value(atom, said.get(i)) for i, atom in enumerate(atoms)] for atoms, said in sides]
 
     def _sharded(self, shape: Sequence[int], said: Any) -> Hashable:
@@ -194,7 +194,7 @@ def division(size: int, parts: int) -> str:
 
 
 def _axes_of(jaxpr: Any) -> frozenset[Axes]:
-    sides = itertools.chain.from_iterable(map(placed_by_user, equations(jaxpr)))
+    sides = itertools.chain.from_iterable(map(user_shardings_of, all_equations(jaxpr)))
     given = itertools.chain.from_iterable(said.values() for said in sides)
     return frozenset(axes for each in given for axes in map(entry_axes, _entries(each)) if axes)
 

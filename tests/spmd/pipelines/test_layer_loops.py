@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax._jax.equations import loop_of, makers_of, opened, shape_of
-from scalax._jax.rewriting import replaced, run
+from scalax._jax.equations import loop_of, open_jaxpr, producers_of, shape_of
+from scalax._jax.rewriting import eval_jaxpr, replace_jaxpr
 from scalax._spmd.pipelines.layer_groups import _steps
-from scalax._spmd.pipelines.sink_constants import with_own_constants
+from scalax._spmd.pipelines.sink_constants import sink_constants
 
 
 @pytest.mark.parametrize('stages', range(2, 17))
@@ -37,11 +37,11 @@ def test_loops_compute_masks_themselves():
 
     w, x = np.ones((3, 16, 6, 4), np.float32), np.ones((16, 6, 4), np.float32)
     jaxpr, before = _loop_of(fun, w, x)
-    changed = with_own_constants(jaxpr, makers_of(opened(jaxpr)), before)
+    changed = sink_constants(jaxpr, producers_of(open_jaxpr(jaxpr)), before)
     loop = loop_of(changed)
     constants, _, _ = loop.parts(changed.invars)
     assert loop_of(before).constants == 1 and not [each for each in constants if shape_of(each) == (16, 6, 4)]
-    [mine] = run(_with(jaxpr, before, changed), [w, x])
+    [mine] = eval_jaxpr(_with(jaxpr, before, changed), [w, x])
     np.testing.assert_allclose(mine, fun(w, x), rtol=1e-6)
 
 
@@ -51,8 +51,8 @@ def test_loops_keep_constants_that_are_made_of_as_much():
         return jax.lax.scan(lambda c, w: (c * w + scaled, None), x, w)[0]
 
     jaxpr, before = _loop_of(fun, np.ones((3, 4)), np.ones((2, 4)), np.ones((2, 4)))
-    assert with_own_constants(jaxpr, makers_of(opened(jaxpr)), before) is before
+    assert sink_constants(jaxpr, producers_of(open_jaxpr(jaxpr)), before) is before
 
 
 def _with(jaxpr, before, after):
-    return replaced(jaxpr, eqns=[after if each is before else each for each in opened(jaxpr).eqns])
+    return replace_jaxpr(jaxpr, eqns=[after if each is before else each for each in open_jaxpr(jaxpr).eqns])
