@@ -149,8 +149,12 @@ class JaxprEditor(EditorBase):
             written = writer.equation(op, equation, [atom, *microbatch_index], result, auto_dims)
             if op.kind in SENDING_KINDS:
                 written, collective_id = writer.with_id(written, what)
-                extra = self.is_backward(equation), collective_id
-                self._record(writer.collective(op, equation, (atom, result), origin, what, extra))
+                collective = writer.collective(
+                    *(op, equation, (atom, result), origin, what),
+                    is_backward=self.is_backward(equation),
+                    collective_id=collective_id,
+                )
+                self._record(collective)
             self.eqns.append(written)
             if op.kind == 'all_gather':
                 self._record_gathered(value)

@@ -232,7 +232,9 @@ def partition_shard_map(editor: JaxprEditor, equation: Any, values: Sequence[Val
             editor.eqns[-1], number = context.collective_writer.with_id(editor.eqns[-1], 'examples')
             editor.collectives.append(
                 context.collective_writer.collective(
-                    *(gather, equation, (block, joined), None, 'examples', (backward, number))
+                    *(gather, equation, (block, joined), None, 'examples'),
+                    is_backward=backward,
+                    collective_id=number,
                 )
             )
             block = joined

@@ -1,4 +1,4 @@
-"""Collectives along the batch axes, within the shards of Auto axes: their equations, and their list."""
+"""Collectives along the batch axes: their equations, and their records for the report."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from scalax._jax.rewriting import with_results
 from scalax._spmd.placements.placement import RedistributeOp, ReduceOp
 
 What = Literal['weight', 'gradient', 'examples', 'sum']
-"""What a collective converts: state, a sum that becomes a gradient, examples, or another sum."""
+"""What a collective converts: state, a partial sum that becomes a gradient, examples, or another sum."""
 
 RESULT = 'a result'
-"""Of a sum that the step returns, as a loss is: what it is about."""
+"""The origin of a partial sum that the step returns, such as a loss."""
 
 COLLECTIVE_SCOPE = re.compile(r'scalax\((weight|gradient|examples|sum), (\d+)\)/?')
-"""What a collective converts, and its number, in the names of operations."""
+"""Matches the scope that the name of a collective's operation has: what it converts, and its id."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective that the partitioner wrote.
+    """A collective that the partitioner inserted.
 
     Attributes:
         kind: its operation.
         axes: the mesh axes along which devices exchange blocks.
-        bytes: the size of its larger end on one device: of what is gathered, or of what is reduced.
-        count: how often a step runs it; 0 if the number of rounds of a loop is not known.
-        equation: the equation for which it was written.
-        of: the path of the state that it gathers, or whose gradient it reduces; `RESULT`; else the number
-            of the argument of the jaxpr, or None.
+        bytes: the size on one device of its operand or its result, whichever is larger.
+        count: how often a step runs it; 0 if the trip count of a loop is unknown.
+        equation: the equation for which it was inserted.
+        origin: the leaf path of the state that it gathers, or whose gradient it reduces; or `RESULT`; or the
+            index of an argument of the jaxpr; or None.
         what: what is converted.
-        value: a variable of the type of that larger end.
+        value: its operand or its result, whichever is larger.
         is_backward: whether it runs in a backward pass.
-        number: its number in the step, which the name of its operation has, too. Where a jaxpr is used in
-            several places, its collectives have one number in all of them.
-        reduce_op: of a reduction, what it computes.
+        id: its id in the step, which is also part of the name of its operation. If a jaxpr is called several
+            times, its collectives have the same ids in all calls.
+        reduce_op: for a reduction, the operation.
     """
 
     kind: str
@@ -69,14 +69,14 @@ class Collective:
 
 
 class CollectiveWriter:
-    """Writes the equations of conversions.
+    """Makes the equations of collectives, and of the other operations that convert between placements.
 
     Args:
         code: makes equations.
-        axes: the batch axes, from the major one to the minor one.
-        sizes: their sizes.
-        numbers: the numbers of the collectives that follow; None begins with 1.
-        in_turn: the number of the axis, of these, whose blocks come one after the other on one device.
+        axes: the batch axes, from major to minor.
+        sizes: the sizes of these axes.
+        ids: yields the ids of collectives; None starts at 1.
+        microbatch_axis: the index of the axis whose place microbatches take; None outside of pipelines.
     """
 
     def __init__(
@@ -85,236 +85,251 @@ class CollectiveWriter:
         axes: Sequence[str],
         sizes: Sequence[int],
         ids: Iterator[int] | None = None,
-        in_turn: int | None = None,
+        microbatch_axis: int | None = None,
     ) -> None:
-        self._code, self.axes, self.sizes, self._in_turn = code, tuple(axes), tuple(sizes), in_turn
+        self._code, self.axes, self.sizes, self._microbatch_axis = (
+            code,
+            tuple(axes),
+            tuple(sizes),
+            microbatch_axis,
+        )
         self.ids = itertools.count(1) if ids is None else ids
         self._templates: dict[Any, Any] = {}
 
     def with_id(self, equation: Any, what: What) -> tuple[Any, int]:
-        """Returns the equation of a collective with its number in its name, and the number."""
+        """Returns the equation of a collective with a new id in its name, and the id."""
         collective_id = next(self.ids)
         return in_scope(equation, f'scalax({what}, {collective_id})'), collective_id
 
     def block(self, axes: Sequence[int]) -> BlockAxes:
         """Returns the names and sizes of axes, given by index, as `block_index` takes them."""
-        return tuple([(None if i == self._in_turn else self.axes[i], self.sizes[i]) for i in axes])
+        return tuple([(None if i == self._microbatch_axis else self.axes[i], self.sizes[i]) for i in axes])
 
     def equation(
         self,
-        step: RedistributeOp,
+        op: RedistributeOp,
         like: Any,
         operands: Sequence[Any],
         result: Any,
         auto: Sequence[Sequence[str]] = (),
     ) -> Any:
-        """Returns the equation of one step.
+        """Returns the equation of one operation of a conversion.
 
         Args:
-            step: the step.
-            like: the equation whose line it gets.
-            operands: the value, and the number of its block where blocks come one after the other.
-            result: the converted value.
+            op: the operation.
+            like: the equation whose source line it gets.
+            operands: the variable of the value, and in pipelines that of the index of the microbatch.
+            result: the variable of the result.
             auto: the Auto axes that shard each dimension of the value; empty if none does.
         """
         [operand, *_] = operands
-        known = step, operand.aval.dtype, len(shape_of(operand)), tuple(auto)
-        if (template := self._templates.get(known)) is not None:
+        template_key = op, operand.aval.dtype, len(shape_of(operand)), tuple(auto)
+        if (template := self._templates.get(template_key)) is not None:
             return self._code.written(template, like, operand, result)
-        key = step._replace(axes=()), self.block(step.axes)
+        key = op._replace(axes=()), self.block(op.axes)
         is_key = jax.dtypes.issubdtype(operand.aval.dtype, jax.dtypes.prng_key)
-        is_extreme = step.kind == 'all_reduce' and step.reduce_op != 'sum'
+        is_extreme = op.kind == 'all_reduce' and op.reduce_op != 'sum'
         is_ordered = is_extreme and jnp.issubdtype(operand.aval.dtype, jnp.floating)
-        function = _extreme(step.reduce_op, key[1]) if is_ordered else _functions(*key, is_key)
-        is_wide = self._code.adds_wide and operand.aval.dtype == jnp.bfloat16 and step.kind in _SUMS
+        function = _max_or_min(op.reduce_op, key[1]) if is_ordered else _op_function(*key, is_key)
+        is_wide = self._code.adds_wide and operand.aval.dtype == jnp.bfloat16 and op.kind in _REDUCING_KINDS
         if is_wide:
-            function = _wide(function)
-        is_complex = step.kind == 'reduce_scatter' and jnp.issubdtype(operand.aval.dtype, jnp.complexfloating)
+            function = _in_float32(function)
+        is_complex = op.kind == 'reduce_scatter' and jnp.issubdtype(operand.aval.dtype, jnp.complexfloating)
         if is_complex:
-            function = _of_complex(*key)
-        if is_key or is_complex or step.kind in ('slice', 'mask'):
+            function = _complex_reduce_scatter(*key)
+        if is_key or is_complex or op.kind in ('slice', 'mask'):
             return with_results(self._code.equation(function, (*key, is_key), like, operands), [result])
-        spec = _kept_spec(step, auto)
+        spec = _unchanged_spec(op, auto)
         if any(spec):
-            # XLA's partitioner would gather the value along these axes first.
+            # Without the nested shard_map, XLA's partitioner would first gather the value along these axes.
             nested = _along_auto_axes(function, spec)
             return with_results(self._code.equation(nested, (*key, spec), like, [operand]), [result])
         if is_ordered or is_wide:
             return with_results(self._code.equation(function, key, like, [operand]), [result])
-        if step._replace(axes=()) in _COMMON:
-            functions = [_functions(each, key[1], is_key) for each in _COMMON]
-            template = self._code.exchanges(functions, _MOST_DIMS, ('common', key[1]))[_COMMON[key[0]]]
+        if op._replace(axes=()) in _COMMON_OPS:
+            functions = [_op_function(common_op, key[1], is_key) for common_op in _COMMON_OPS]
+            template = self._code.exchanges(functions, _MAX_COMMON_DIMS, ('common', key[1]))[
+                _COMMON_OPS[key[0]]
+            ]
         else:
             template = self._code.exchange(function, key, like, operand, result)
-        self._templates[known] = template
+        self._templates[template_key] = template
         return self._code.written(template, like, operand, result)
 
-    def shape(self, step: RedistributeOp, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of a block of this shape after a step."""
-        count, sizes = math.prod(self.sizes[i] for i in step.axes), [*shape]
-        if step.kind in ('all_gather', 'all_to_all'):
-            sizes[step.dim] *= count
-        if step.kind in ('reduce_scatter', 'slice'):
-            sizes[step.dim] //= count
-        if step.kind == 'all_to_all':
-            sizes[step.other_dim] //= count
+    def shape(self, op: RedistributeOp, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the local shape after an operation on a block of a shape."""
+        count, sizes = math.prod(self.sizes[i] for i in op.axes), [*shape]
+        if op.kind in ('all_gather', 'all_to_all'):
+            sizes[op.dim] *= count
+        if op.kind in ('reduce_scatter', 'slice'):
+            sizes[op.dim] //= count
+        if op.kind == 'all_to_all':
+            sizes[op.other_dim] //= count
         return tuple(sizes)
 
     def collective(
         self,
-        step: RedistributeOp,
+        op: RedistributeOp,
         like: Any,
         ends: tuple[Any, Any],
         origin: Any,
         what: What,
-        facts: tuple[bool, int],
+        *,
+        is_backward: bool,
+        collective_id: int,
     ) -> Collective:
-        """Returns the entry of the list for a step that sends something.
+        """Returns the record of an operation that sends data.
 
         Args:
-            step: the step.
-            like: the equation for which it was written.
-            ends: the value before and behind it.
+            op: the operation.
+            like: the equation for which it was inserted.
+            ends: its operand and its result.
             origin: the state that it gathers or reduces.
             what: what it converts.
-            facts: whether it runs in a backward pass, and its number.
+            is_backward: whether it runs in a backward pass.
+            collective_id: its id.
         """
-        axes = tuple([self.axes[i] for i in step.axes])
+        axes = tuple([self.axes[i] for i in op.axes])
         value = max(ends, key=lambda x: math.prod(shape_of(x)))
         size = math.prod(shape_of(value)) * value.aval.dtype.itemsize
-        return Collective(step.kind, axes, size, 1, like, origin, what, value, *facts, step.reduce_op)
+        return Collective(
+            op.kind, axes, size, 1, like, origin, what, value, is_backward, collective_id, op.reduce_op
+        )
 
 
-_MOST_DIMS = 4
-# Most steps are of these: gathers and scatters of arrays of few dimensions, and sums.
-_COMMON = {
-    step: i
-    for i, step in enumerate(
+_MAX_COMMON_DIMS = 4
+# The most frequent operations, which are traced together: gathers and scatters along the first dimensions,
+# and sums.
+_COMMON_OPS = {
+    op: i
+    for i, op in enumerate(
         [
-            *[RedistributeOp('all_gather', (), dim) for dim in range(_MOST_DIMS)],
-            *[RedistributeOp('reduce_scatter', (), dim) for dim in range(_MOST_DIMS)],
+            *[RedistributeOp('all_gather', (), dim) for dim in range(_MAX_COMMON_DIMS)],
+            *[RedistributeOp('reduce_scatter', (), dim) for dim in range(_MAX_COMMON_DIMS)],
             RedistributeOp('all_reduce', ()),
         ]
     )
 }
 
 SENDING_KINDS = frozenset(('all_gather', 'all_to_all', 'reduce_scatter', 'all_reduce'))
-"""The steps that send something."""
+"""The kinds of operations that send data between devices."""
 
-_SUMS = frozenset(('reduce_scatter', 'all_reduce'))
+_REDUCING_KINDS = frozenset(('reduce_scatter', 'all_reduce'))
 
 
-def _wide(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function that runs in float32."""
+def _in_float32(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Returns a function that computes in float32."""
     return jax.jit(lambda x: function(x.astype('float32')).astype(x.dtype))
 
 
-def _kept_spec(step: RedistributeOp, auto: Sequence[Sequence[str]]) -> PartitionSpec:
-    """The spec along Auto axes that a value has before and after a step.
+def _unchanged_spec(op: RedistributeOp, auto_dims: Sequence[Sequence[str]]) -> PartitionSpec:
+    """Returns the spec along the Auto axes of the dimensions that an operation leaves unchanged.
 
-    A dimension that the step changes has none: of its blocks along two axes, one would have to be the major.
+    A dimension that it changes is unsharded there: otherwise, one of its two axes would have to be the major.
     """
-    changed = () if step.kind == 'all_reduce' else (step.dim, *[step.other_dim] * (step.kind == 'all_to_all'))
+    changed = () if op.kind == 'all_reduce' else (op.dim, *[op.other_dim] * (op.kind == 'all_to_all'))
     return PartitionSpec(
-        *[tuple(axes) if axes and dim not in changed else None for dim, axes in enumerate(auto)]
+        *[tuple(axes) if axes and dim not in changed else None for dim, axes in enumerate(auto_dims)]
     )
 
 
 def _along_auto_axes(function: Callable[[Any], Any], spec: PartitionSpec) -> Callable[[Any], Any]:
-    """A function that runs on blocks along the axes of a spec, too."""
+    """Returns a function that runs on the shards along the axes of a spec."""
 
-    def nested(x: Any) -> Any:
+    def on_auto_shards(x: Any) -> Any:
         axes = {*spec_axes(spec)}
         return jax.shard_map(function, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False)(x)
 
-    return nested
+    return on_auto_shards
 
 
 BlockAxes = tuple[tuple[str | None, int], ...]
-"""The axes along which a dimension is split, and their sizes; None where blocks come one after the other."""
+"""The axes that shard a dimension, and their sizes; None in place of the axis of microbatches."""
 
 
-def block_index(block: BlockAxes, *number: Any) -> Any:
-    """Returns the index of a device's block; *number* is that of the block that blocks in turn have."""
+def block_index(block: BlockAxes, *microbatch_index: Any) -> Any:
+    """Returns the index of a device's block; *microbatch_index* is only given in pipelines."""
     if all(axis is not None for axis, _ in block):
-        return jax.lax.axis_index(_name(block))
+        return jax.lax.axis_index(_axis_name(block))
     index: Any = 0
     for axis, size in block:
-        index = index * size + (number[0] if axis is None else jax.lax.axis_index(axis))
+        index = index * size + (microbatch_index[0] if axis is None else jax.lax.axis_index(axis))
     return index
 
 
-def _name(block: BlockAxes) -> Any:
+def _axis_name(block: BlockAxes) -> Any:
     axes = tuple([axis for axis, _ in block])
     return axes if len(axes) > 1 else axes[0]
 
 
 @functools.lru_cache(maxsize=1024)
-def _extreme(reduce_op: ReduceOp, block: BlockAxes) -> Callable[[Any], Any]:
-    """The function that reduces floating-point numbers to the largest or the least, or to NaN if any is NaN.
+def _max_or_min(reduce_op: ReduceOp, block: BlockAxes) -> Callable[[Any], Any]:
+    """Returns a maximum or minimum over devices of floating-point values. It is NaN if any value is NaN.
 
-    Backends differ in whether an all-reduce of floating-point numbers propagates NaN, but not in the order of
-    integers, so it reduces integers that are ordered like the numbers.
+    Backends differ in whether an all-reduce of floating-point values propagates NaN, but agree on integers.
+    So the function reduces integers in the order of the values.
     """
-    name = _name(block)
+    name = _axis_name(block)
 
-    def extreme(x: Any) -> Any:
-        wide = x.astype('float64' if x.dtype.itemsize == 8 else 'float32')  # exact
-        dtype = jnp.dtype(f'int{8 * wide.dtype.itemsize}')
+    def max_or_min(x: Any) -> Any:
+        floats = x.astype('float64' if x.dtype.itemsize == 8 else 'float32')  # exact
+        dtype = jnp.dtype(f'int{8 * floats.dtype.itemsize}')
         limits = jnp.iinfo(dtype)
 
-        def flipped(bits: Any) -> Any:
-            # The bits of negative numbers but for the sign, whose order is that of their magnitudes.
+        def ordered_bits(bits: Any) -> Any:
+            # The bits of negative values, without the sign, are in the order of the magnitudes.
             return jnp.where(bits < 0, bits ^ limits.max, bits)
 
-        of_nan = limits.max if reduce_op == 'max' else limits.min
-        keys = jnp.where(jnp.isnan(wide), of_nan, flipped(jax.lax.bitcast_convert_type(wide, dtype)))
+        nan_key = limits.max if reduce_op == 'max' else limits.min
+        keys = jnp.where(
+            jnp.isnan(floats), nan_key, ordered_bits(jax.lax.bitcast_convert_type(floats, dtype))
+        )
         keys = jax.lax.pmax(keys, name) if reduce_op == 'max' else jax.lax.pmin(keys, name)
-        # Either limit stands for bits of a NaN.
-        return jax.lax.bitcast_convert_type(flipped(keys), wide.dtype).astype(x.dtype)
+        # Both limits are the bits of a NaN.
+        return jax.lax.bitcast_convert_type(ordered_bits(keys), floats.dtype).astype(x.dtype)
 
-    return jax.jit(extreme)
+    return jax.jit(max_or_min)
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_complex(step: RedistributeOp, block: BlockAxes) -> Callable[..., Any]:
-    """Returns a `reduce_scatter` of complex numbers, which the compiler for TPUs has for real ones alone."""
-    function = _functions(step, block, False)
+def _complex_reduce_scatter(op: RedistributeOp, block: BlockAxes) -> Callable[..., Any]:
+    """Returns a `reduce_scatter` of complex values, by parts: XLA's TPU backend only supports real values."""
+    function = _op_function(op, block, False)
     return jax.jit(lambda x: jax.lax.complex(function(jnp.real(x)), function(jnp.imag(x))))
 
 
 @functools.lru_cache(maxsize=1024)
-def _functions(step: RedistributeOp, block: BlockAxes, is_key: bool) -> Callable[..., Any]:
-    """The function of one operation that a step is."""
-    dim, name = step.dim, _name(block)
+def _op_function(op: RedistributeOp, block: BlockAxes, is_key: bool) -> Callable[..., Any]:
+    """Returns the function of one operation of a conversion."""
+    dim, name = op.dim, _axis_name(block)
 
     def all_gather(x: Any) -> Any:
         return jax.lax.all_gather(x, name, axis=dim, tiled=True)
 
     def all_to_all(x: Any) -> Any:
-        return jax.lax.all_to_all(x, name, step.other_dim, dim, tiled=True)
+        return jax.lax.all_to_all(x, name, op.other_dim, dim, tiled=True)
 
     def reduce_scatter(x: Any) -> Any:
         return jax.lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
 
     def all_reduce(x: Any) -> Any:
-        reduce = {'sum': jax.lax.psum, 'max': jax.lax.pmax, 'min': jax.lax.pmin}[step.reduce_op]
+        reduce = {'sum': jax.lax.psum, 'max': jax.lax.pmax, 'min': jax.lax.pmin}[op.reduce_op]
         return reduce(x, name)
 
-    def slice_(x: Any, *number: Any) -> Any:
+    def slice_(x: Any, *microbatch_index: Any) -> Any:
         size = x.shape[dim] // math.prod(size for _, size in block)
-        return jax.lax.dynamic_slice_in_dim(x, block_index(block, *number) * size, size, dim)
+        return jax.lax.dynamic_slice_in_dim(x, block_index(block, *microbatch_index) * size, size, dim)
 
-    def mask(x: Any, *number: Any) -> Any:
-        # The largest and the least element of equal values are these.
+    def mask(x: Any, *microbatch_index: Any) -> Any:
+        # The maximum and the minimum of equal values are the values.
         return (
             x
-            if step.reduce_op != 'sum'
-            else jnp.where(block_index(block, *number) == 0, x, jnp.zeros_like(x))
+            if op.reduce_op != 'sum'
+            else jnp.where(block_index(block, *microbatch_index) == 0, x, jnp.zeros_like(x))
         )
 
-    def of_keys(keys: Any) -> Any:
-        data = by_kind[step.kind](jax.random.key_data(keys))
+    def on_key_data(keys: Any) -> Any:
+        data = by_kind[op.kind](jax.random.key_data(keys))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
 
     by_kind: dict[str, Callable[..., Any]] = {
@@ -325,6 +340,6 @@ def _functions(step: RedistributeOp, block: BlockAxes, is_key: bool) -> Callable
         'slice': slice_,
         'mask': mask,
     }
-    if is_key and step.kind != 'slice':
-        return jax.jit(of_keys)
-    return jax.jit(by_kind[step.kind]) if step.kind in ('slice', 'mask') else by_kind[step.kind]
+    if is_key and op.kind != 'slice':
+        return jax.jit(on_key_data)
+    return jax.jit(by_kind[op.kind]) if op.kind in ('slice', 'mask') else by_kind[op.kind]

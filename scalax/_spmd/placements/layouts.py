@@ -1,4 +1,4 @@
-"""Layouts of state: where its dimensions are sharded, and which state it is."""
+"""Layouts of state: the placements of a state leaf, and its path."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Layout(NamedTuple):
     """The layout of state.
 
     Attributes:
-        placements: its placements; `Partial` where a sum is left to a loop around to be reduced.
-        path: the path of the state; None of another result, such as a loss.
-        result: the number of the result that it is of; of equal layouts, that of the first result counts.
-        auto: the Auto axes that shard it too: dimensions with the axes of each.
+        placements: its placements; `Partial` along axes where an enclosing loop reduces the sum later.
+        path: the leaf path of the state; None for another result, such as a loss.
+        result: the index of the result of the step. Of equal layouts, the one with the lowest index is used.
+        auto: the Auto axes that also shard it: pairs of a dimension and its axes.
     """
 
     placements: Placements
@@ -25,25 +25,27 @@ class Layout(NamedTuple):
 
 
 class ShiftedDims(dict[int, int]):
-    """Dimensions that all have another number."""
+    """A mapping that adds an offset to every dimension, as stacking or indexing does."""
 
-    def __init__(self, by: int) -> None:
+    def __init__(self, offset: int) -> None:
         super().__init__()
-        self._by = by
+        self._offset = offset
 
     def __contains__(self, dim: object) -> bool:
-        return isinstance(dim, int) and dim + self._by >= 0
+        return isinstance(dim, int) and dim + self._offset >= 0
 
     def __missing__(self, dim: int) -> int:
-        return dim + self._by
+        return dim + self._offset
 
 
 def remap_layout(layout: Layout | None, dims: dict[int, int]) -> Layout | None:
-    """Returns a layout with its dimensions in other places; None if a sharded one has none.
+    """Returns a layout after dimensions are renumbered.
+
+    Returns None if the layout is None, or a sharded dimension is not among *dims*.
 
     Args:
-        layout: the layout, if it is known.
-        dims: dimension -> its new place.
+        layout: the layout.
+        dims: dimension -> its new index.
     """
     placements = None if layout is None else remap_dims(layout.placements, dims)
     if layout is None or placements is None:
@@ -53,5 +55,5 @@ def remap_layout(layout: Layout | None, dims: dict[int, int]) -> Layout | None:
 
 
 def state_placement(placement: Placement) -> Placement:
-    """Returns the placement of a block of state."""
+    """Returns a placement whose shard is marked as state."""
     return Shard(placement.dim, is_state=True) if isinstance(placement, Shard) else placement

@@ -1,8 +1,8 @@
-"""The rules of primitives: which placements they take along one mesh axis, and which they give.
+"""Sharding rules of primitives: the placements of operands and results along one mesh axis.
 
-`strategy` looks a primitive up in `RULES`. A rule gives the placements that the operands are converted to and
-those of the results, or None if the primitive has to see all of its operands. Most primitives need one rule
-only, `by_dims`, which reads in `scalax._jaxpr.dim_rules` where the dimensions of results come from.
+`strategy` looks up the rule of a primitive in `RULES`. A rule returns the placements to which the operands
+are converted, and the placements of the results, or None if the primitive needs replicated operands. Most
+primitives share the rule `by_dims`, which uses the dimension rules of `scalax._jaxpr.dim_rules`.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Op(NamedTuple):
     """An equation and the placements of its operands along one mesh axis.
 
     Attributes:
-        equation: the equation, with the shapes of all examples.
-        placements: those of its operands.
-        blocks: into how many blocks all batch axes together split a dimension.
+        equation: the equation, with global shapes.
+        placements: the placements of its operands.
+        blocks: the product of the sizes of all batch axes.
         zeros: which operands are known to be zero.
-        blocks_of_first: into how many blocks they split the sharded dimension of the first operand; None if
-            all of them do.
-        wanted: the placement of the state that the first result becomes part of; `SUM` if it stays a sum,
-            though it has a wider dtype; None of other results.
-        is_update: whether an operand is computed of gradients, as state is in an optimizer.
-        in_turn: whether the blocks of the axis are microbatches, which come one after the other: a sum cannot
-            be reduced before the last one.
+        blocks_of_first: the number of blocks of the sharded dimension of the first operand; None for
+            *blocks*.
+        target: the placement of the state that the first result becomes part of; `SUM` if it stays a partial
+            sum, even in a wider dtype; None for other results.
+        is_update: whether an operand depends on gradients, as in an optimizer.
+        is_microbatched: whether the blocks of the axis are microbatches, which run one after the other. A sum
+            can only be reduced after the last one.
     """
 
     equation: Any
@@ -64,12 +64,12 @@ class Op(NamedTuple):
 
 
 class Strategy(NamedTuple):
-    """How an equation runs on the blocks of each device.
+    """How devices run an equation on their local shards.
 
     Attributes:
-        operands: the placements that its operands are converted to.
+        operands: the placements to which its operands are converted.
         results: the placements of its results.
-        final: the placements that the results are converted to at once; None leaves them as they are.
+        final: the placements to which the results are then converted; None for no conversion.
     """
 
     operands: tuple[Placement, ...]
@@ -81,24 +81,24 @@ Rule = Callable[[Op], Strategy | None]
 
 
 def strategy(op: Op) -> Strategy | None:
-    """Returns how an equation runs on blocks; None if it takes all of its operands, and no sums."""
+    """Returns the strategy of an equation; None if it needs all of its operands replicated."""
     if all(isinstance(placement, Replicate) for placement in op.placements):
         return Strategy(op.placements, (REPLICATE,) * len(op.equation.outvars))
     name = primitive_name(op.equation)
-    if name in _FORWARDS:
+    if name in _PASS_THROUGH:
         return Strategy(op.placements, op.placements)
     if any(isinstance(placement, Partial) for placement in op.placements):
         return _linear(name, op)
     return RULES.get(name, by_dims)(op)
 
 
-# Each result is an operand.
-_FORWARDS = frozenset({'optimization_barrier'})
+# Each result equals an operand.
+_PASS_THROUGH = frozenset({'optimization_barrier'})
 
 
-# Sums ------------------------------------------------------------------------------------------------
+# Partial operands ------------------------------------------------------------------------------------
 
-# Linear in all of these operands at once.
+# Jointly linear in these operands.
 _ADDITIVE: Mapping[str, slice] = {
     **dict.fromkeys(('add', 'add_any', 'sub', 'concatenate', 'stack', 'complex'), slice(0, None)),
     'select_n': slice(1, None),
@@ -107,7 +107,7 @@ _ADDITIVE: Mapping[str, slice] = {
     'pad': slice(0, 2),
 }
 # Linear in the first operand.
-_UNARY = frozenset(
+_LINEAR_IN_FIRST = frozenset(
     (
         *('neg', 'transpose', 'reshape', 'squeeze', 'broadcast_in_dim', 'reduce_sum', 'copy', 'slice'),
         *('dynamic_slice', 'rev', 'name', 'real', 'imag', 'conj', 'cumsum', 'reduce_window_sum', 'split'),
@@ -115,37 +115,44 @@ _UNARY = frozenset(
         *('all_gather', 'reduce_scatter', 'all_to_all', 'ppermute', 'fft', 'reduce_precision'),
     )
 )
-# Linear in either operand.
+# Linear in each operand.
 _BILINEAR = frozenset(('mul', 'dot_general', 'conv_general_dilated'))
 
 
 def _linear(name: str, op: Op) -> Strategy | None:
-    """Returns the strategy of what is linear in a sum; None if the sum has to be reduced first.
+    """Returns the strategy of an operation that is linear in its partial operands.
 
-    A sum is reduced before it grows: before it is broadcast or cast to a wider dtype. It is also reduced
-    before it is cast to a narrower one, since the sum of rounded terms is not the rounded sum.
+    Returns None if they have to be reduced first. A partial sum is reduced before it gets larger, by a
+    broadcast or a cast to a wider dtype. It is also reduced before a cast to a narrower dtype, since the sum
+    of rounded terms is not the rounded sum.
     """
-    sums = {i for i, placement in enumerate(op.placements) if placement == SUM}
+    partial_operands = {i for i, placement in enumerate(op.placements) if placement == SUM}
     results = op.equation.outvars
     if any(isinstance(x, Partial) and x != SUM for x in op.placements) or not _is_exact(name, op):
         return None
-    grows = sum(map(_bytes, results)) > sum(_bytes(op.equation.invars[i]) for i in sums)
-    if grows and op.target != SUM and not op.is_microbatched:
+    is_larger = sum(map(_bytes, results)) > sum(_bytes(op.equation.invars[i]) for i in partial_operands)
+    if is_larger and op.target != SUM and not op.is_microbatched:
         return None
     operands = list(op.placements)
     if name in _ADDITIVE:
         terms = {*range(len(operands))[_ADDITIVE[name]]}
-        # What is added to a sum over microbatches is added once.
-        once = {i for i in terms if op.is_microbatched and isinstance(op.placements[i], Replicate)}
-        if not sums <= terms or not all(i in sums or i in once or op.zeros[i] for i in terms):
+        # A replicated term is added once to a sum over microbatches.
+        added_once = {i for i in terms if op.is_microbatched and isinstance(op.placements[i], Replicate)}
+        if not partial_operands <= terms or not all(
+            i in partial_operands or i in added_once or op.zeros[i] for i in terms
+        ):
             return None
         operands = [SUM if i in terms else x for i, x in enumerate(operands)]
-    elif not (sums == {0} if name in _UNARY else name in _BILINEAR and len(sums) == 1):
+    elif not (
+        partial_operands == {0}
+        if name in _LINEAR_IN_FIRST
+        else name in _BILINEAR and len(partial_operands) == 1
+    ):
         return None
     if name == 'dot_general' and 2 * sum(map(_bytes, results)) <= sum(
-        _bytes(op.equation.invars[i]) for i in sums
+        _bytes(op.equation.invars[i]) for i in partial_operands
     ):
-        # The product is less to reduce than the sum, and state is less to gather.
+        # The product is smaller than the partial operand, and cheaper to reduce. State is gathered for it.
         operands = [REPLICATE if isinstance(x, Shard) and x.is_state else x for x in operands]
     if any(isinstance(x, Shard) for x in operands):
         return None
@@ -153,32 +160,36 @@ def _linear(name: str, op: Op) -> Strategy | None:
 
 
 def _is_exact(name: str, op: Op) -> bool:
-    """Whether an operation on terms of a sum gives the terms of its result, but for the order of sums."""
+    """Whether applying an operation to the terms of a sum commutes with the sum, but for its order."""
     if name in ('mul', 'div'):  # infinite terms of both signs have no sum
         literals = [x.val for x in op.equation.invars if isinstance(x, Literal)]
         if not all(math.isfinite(abs(complex(value))) for value in literals):
             return False
     if name not in ('convert_element_type', 'div', 'reduce_precision'):
         return True
-    before, after = op.equation.invars[0].aval.dtype, op.equation.outvars[0].aval.dtype
+    operand_dtype, result_dtype = op.equation.invars[0].aval.dtype, op.equation.outvars[0].aval.dtype
     if op.is_microbatched:
-        # What is rounded is rounded in each microbatch. Small integers may have begun anew at zero.
-        is_wide = jnp.issubdtype(before, jnp.signedinteger) and jnp.iinfo(before).bits >= 32
-        return jnp.issubdtype(after, jnp.inexact) and (jnp.issubdtype(before, jnp.inexact) or is_wide)
+        # Each microbatch rounds its terms. Narrow integers may have overflowed.
+        is_wide_int = jnp.issubdtype(operand_dtype, jnp.signedinteger) and jnp.iinfo(operand_dtype).bits >= 32
+        return jnp.issubdtype(result_dtype, jnp.inexact) and (
+            jnp.issubdtype(operand_dtype, jnp.inexact) or is_wide_int
+        )
     if name == 'reduce_precision':
         return False
-    if not jnp.issubdtype(before, jnp.inexact) or not jnp.issubdtype(after, jnp.inexact):
+    if not jnp.issubdtype(operand_dtype, jnp.inexact) or not jnp.issubdtype(result_dtype, jnp.inexact):
         return False
-    return jnp.finfo(after).bits >= jnp.finfo(before).bits  # of a complex number, those of either part
+    return (
+        jnp.finfo(result_dtype).bits >= jnp.finfo(operand_dtype).bits
+    )  # of a complex number, those of either part
 
 
 def _bytes(atom: Any) -> int:
     return math.prod(shape_of(atom)) * getattr(atom.aval.dtype, 'itemsize', 1)
 
 
-# Blocks ----------------------------------------------------------------------------------------------
+# Sharded operands ------------------------------------------------------------------------------------
 
-# What each device reduces of its own examples is a term of the reduction of all.
+# Reductions whose results over local examples are the terms of a reduction over devices.
 _REDUCTIONS: Mapping[str, ReduceOp] = {
     **dict.fromkeys(
         ('reduce_sum', 'dot_general', 'conv_general_dilated', 'scatter-add', 'scatter-sub'), 'sum'
@@ -186,38 +197,39 @@ _REDUCTIONS: Mapping[str, ReduceOp] = {
     **dict.fromkeys(('reduce_max', 'reduce_or', 'scatter-max'), 'max'),
     **dict.fromkeys(('reduce_min', 'reduce_and', 'scatter-min'), 'min'),
 }
-# Of booleans these are a maximum and a minimum; of integers they combine bits.
-_OF_BITS = frozenset(('reduce_or', 'reduce_and'))
-# Elements see others along a dimension of these, or change places.
-_WORKS_ALONG = (
+# For booleans these are a maximum and a minimum; for integers they are bitwise.
+_BITWISE_REDUCTIONS = frozenset(('reduce_or', 'reduce_and'))
+# These mix or reorder elements along some dimension.
+_MAY_MIX_ALONG = (
     ALONG_DIM | WINDOW_REDUCTIONS | {'pad', 'rev', 'select_and_scatter_add', 'select_and_gather_add'}
 )
-# These put their updates in some places of the first operand.
-_PUTS = SCATTERS | {'dynamic_update_slice'}
-_DRAWS = frozenset(('random_bits', 'random_split', 'random_fold_in', 'random_gamma'))
-POINTWISE = ELEMENTWISE - ALONG_DIM - _DRAWS
-"""Of these an element of the result depends on the elements of the operands that have the same indices."""
+# These write into parts of their first operand.
+_WRITES_INTO_FIRST = SCATTERS | {'dynamic_update_slice'}
+_RANDOM = frozenset(('random_bits', 'random_split', 'random_fold_in', 'random_gamma'))
+POINTWISE = ELEMENTWISE - ALONG_DIM - _RANDOM
+"""Primitives whose result elements depend on the operand elements with the same indices."""
 
 
 def by_dims(op: Op) -> Strategy | None:
-    """Returns the strategy of a primitive by where the dimensions of its results come from.
+    """Returns the strategy of a primitive according to the dimension rules.
 
-    Examples decide, and state only if no operand has examples: of the dimensions of results that are sharded
-    in operands, and those that are summed, the one that the largest operands share stays sharded. A sum has
-    to be reduced, so its bytes count against it if another dimension can stay.
+    Of the dimensions that are sharded in operands, and are either dimensions of the result or contracted, the
+    one that the largest operands share stays sharded. Contraction gives a partial sum: the bytes of its
+    reduction count against it if another dimension can stay sharded. State only counts if no operand has
+    examples.
     """
     dims = dim_rule(op.equation)
     if dims is UNKNOWN or not dims.results:
         return None
     sharded = {i: x for i, x in enumerate(op.placements) if isinstance(x, Shard)}
     examples = {i: x for i, x in sharded.items() if not x.is_state}
-    places = {(i, x.dim) for i, x in (examples or sharded).items()}
+    sharded_dims = {(i, x.dim) for i, x in (examples or sharded).items()}
     is_state = not examples
     candidates = [(group, True) for group in reduced_dims(op.equation)]
     candidates += [(sources, False) for sources in dims.results[0]]
-    weights = [_weight(op, places & {*sources}) for sources, _ in candidates]
+    weights = [_weight(op, sharded_dims & {*sources}) for sources, _ in candidates]
     if is_state:
-        # A stack of matrices may be exchanged for blocks of the stack.
+        # A stack of sharded matrices may be resharded along the stack.
         weights = [
             weight or int(_is_stack(op, *pair)) for weight, pair in zip(weights, candidates, strict=True)
         ]
@@ -230,17 +242,17 @@ def by_dims(op: Op) -> Strategy | None:
     if not weights or not max(weights):
         return None
     if is_state:
-        costs = [_cost_of_state(op, *pair) for pair in zip(candidates, weights, strict=True)]
+        costs = [_state_communication_bytes(op, *pair) for pair in zip(candidates, weights, strict=True)]
         sources, is_summed = candidates[costs.index(min(costs))]
     else:
         sources, is_summed = candidates[weights.index(max(weights))]
     if is_summed:
-        return _reduced(op, sources, is_state)
-    return _kept(op, sources, is_state)
+        return _reduce_sharded_dim(op, sources, is_state)
+    return _keep_sharded_dim(op, sources, is_state)
 
 
 def _is_stack(op: Op, sources: Sources, is_summed: bool) -> bool:
-    """Whether all operands have a dimension of matrices in a stack, of which each device gets as many."""
+    """Whether a dimension is a stack of matrices in all operands, which can be sharded evenly."""
     name, operands = primitive_name(op.equation), op.equation.invars
     if is_summed or not (name in DECOMPOSITIONS or (name == 'dot_general' and op.is_update)):
         return False
@@ -248,33 +260,33 @@ def _is_stack(op: Op, sources: Sources, is_summed: bool) -> bool:
     return len(sources) == len(operands) and len(sizes) == 1 and min(sizes) % op.blocks == 0
 
 
-def _cost_of_state(op: Op, candidate: tuple[Sources, bool], weight: int) -> float:
-    """The bytes that an equation of state alone sends if these dimensions stay sharded, or become so."""
+def _state_communication_bytes(op: Op, candidate: tuple[Sources, bool], weight: int) -> float:
+    """Returns the bytes that an equation of state alone sends if a dimension is sharded."""
     sources, is_summed = candidate
     if not weight:
         return math.inf
-    kept, [result, *_], cost = {*sources}, op.equation.outvars, 0.0
+    kept_dims, [result, *_], cost = {*sources}, op.equation.outvars, 0.0
     for i, (atom, placement) in enumerate(zip(op.equation.invars, op.placements, strict=True)):
-        if isinstance(placement, Shard) and (i, placement.dim) not in kept:
-            is_exchanged = any(place == i for place, _ in sources)
+        if isinstance(placement, Shard) and (i, placement.dim) not in kept_dims:
+            is_exchanged = any(operand == i for operand, _ in sources)
             cost += _bytes(atom) / (op.blocks if is_exchanged else 1)
     if is_summed:
         cost += _bytes(result) * (1 if isinstance(op.target, Shard) else 2)
-    elif isinstance(op.target, Shard) and {*dim_rule(op.equation).results[0][op.target.dim]} != kept:
+    elif isinstance(op.target, Shard) and {*dim_rule(op.equation).results[0][op.target.dim]} != kept_dims:
         cost += _bytes(result) / op.blocks
     return cost
 
 
-def _weight(op: Op, places: set[OperandDim]) -> int:
-    return sum(1 + _bytes(op.equation.invars[i]) for i, _ in places)  # an array may be empty
+def _weight(op: Op, dims: set[OperandDim]) -> int:
+    return sum(1 + _bytes(op.equation.invars[i]) for i, _ in dims)  # an array may be empty
 
 
-def _reduced(op: Op, group: Sources, is_state: bool) -> Strategy | None:
-    """The strategy of a reduction over a sharded dimension."""
+def _reduce_sharded_dim(op: Op, group: Sources, is_state: bool) -> Strategy | None:
+    """Returns the strategy of a reduction over a sharded dimension; None if it needs replicated operands."""
     name, equation = primitive_name(op.equation), op.equation
     if name not in _REDUCTIONS:
         return None
-    if name == 'conv_general_dilated' and len(group) < 2:  # each group of features has channels of its own
+    if name == 'conv_general_dilated' and len(group) < 2:  # each group of features has its own channels
         return None
     is_complex = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.complexfloating)
     if _REDUCTIONS[name] != 'sum' and (
@@ -282,18 +294,20 @@ def _reduced(op: Op, group: Sources, is_state: bool) -> Strategy | None:
     ):  # devices do not compare complex numbers
         return None
     is_bool = equation.outvars[0].aval.dtype == jnp.bool_
-    if is_bool != (name in _OF_BITS):  # devices exchange neither bits of integers nor sums of booleans
+    if is_bool != (
+        name in _BITWISE_REDUCTIONS
+    ):  # devices exchange neither bits of integers nor sums of booleans
         return None
-    operands = _sharded(op, group, is_state)
-    if is_state and _grows(op, operands):
+    operands = _operand_placements(op, group, is_state)
+    if is_state and _expands_state(op, operands):
         return Strategy((REPLICATE,) * len(operands), (REPLICATE,) * len(equation.outvars))
     if name.startswith('scatter'):
         operands[0] = SUM if _REDUCTIONS[name] == 'sum' else REPLICATE
     return Strategy(tuple(operands), (Partial(_REDUCTIONS[name]),) * len(equation.outvars))
 
 
-def _kept(op: Op, sources: Sources, is_state: bool) -> Strategy | None:
-    """The strategy of an equation whose results have the sharded dimension."""
+def _keep_sharded_dim(op: Op, sources: Sources, is_state: bool) -> Strategy | None:
+    """Returns the strategy of an equation whose results have the sharded dimension; None if it is mixed."""
     name, equation = primitive_name(op.equation), op.equation
     dims = dim_rule(equation)
     sizes = {
@@ -302,68 +316,68 @@ def _kept(op: Op, sources: Sources, is_state: bool) -> Strategy | None:
     sizes -= {1}  # elementwise operations broadcast dimensions of one element
     results = list[Placement]()
     for var, result in zip(equation.outvars, dims.results, strict=True):
-        matching = [dim for dim, places in enumerate(result) if {*places} == {*sources}]
+        matching = [dim for dim, operand_dims in enumerate(result) if {*operand_dims} == {*sources}]
         if len(matching) != 1 or {shape_of(var)[matching[0]]} != sizes:
             return None
         results.append(Shard(matching[0], is_state))
-        if name in _WORKS_ALONG and equations.acts_along(equation, matching[0]):
+        if name in _MAY_MIX_ALONG and equations.acts_along(equation, matching[0]):
             return None
-    if name in _PUTS and all(i == 0 for i, _ in sources):
+    if name in _WRITES_INTO_FIRST and all(i == 0 for i, _ in sources):
         return None
     if name == 'conv_general_dilated' and equations.conv_groups(equation)[0] > 1 and sources[0][0] == 1:
-        return None  # a block of the features would be of other groups
-    if name in _DRAWS and ((0, 0) not in sources or not equations.draws_per_key(equation)):
+        return None  # a block of the features would belong to other groups
+    if name in _RANDOM and ((0, 0) not in sources or not equations.draws_per_key(equation)):
         return None
-    operands = _sharded(op, sources, is_state)
-    if is_state and results[0] != op.target and _grows(op, operands):
+    operands = _operand_placements(op, sources, is_state)
+    if is_state and results[0] != op.target and _expands_state(op, operands):
         operands, results = [REPLICATE] * len(operands), [REPLICATE] * len(results)
     return Strategy(tuple(operands), tuple(results))
 
 
-def _grows(op: Op, operands: Sequence[Placement]) -> bool:
-    """Whether an equation makes more of state than it takes: then the state itself is gathered."""
-    taken = [
+def _expands_state(op: Op, operands: Sequence[Placement]) -> bool:
+    """Whether the result of an equation is larger than the state it uses, so that the state is gathered."""
+    sharded_bytes = [
         _bytes(atom) for atom, x in zip(op.equation.invars, operands, strict=True) if isinstance(x, Shard)
     ]
-    return max(map(_bytes, op.equation.outvars)) > 2 * sum(taken)
+    return max(map(_bytes, op.equation.outvars)) > 2 * sum(sharded_bytes)
 
 
-def _sharded(op: Op, sources: Sources, is_state: bool) -> list[Placement]:
-    """The placements of operands of which those that have a dimension are sharded along it."""
-    wanted: dict[int, int] = {}
+def _operand_placements(op: Op, sources: Sources, is_state: bool) -> list[Placement]:
+    """Returns the placements of operands with a dimension sharded in the operands that have it."""
+    sharded_dims: dict[int, int] = {}
     for i, dim in sources:
-        wanted.setdefault(i, dim)
+        sharded_dims.setdefault(i, dim)
     operands = list[Placement]()
     for i, atom in enumerate(op.equation.invars):
-        size = shape_of(atom)[wanted[i] : wanted[i] + 1] if i in wanted else ()
-        operands.append(Shard(wanted[i], is_state) if size and size != (1,) else REPLICATE)
+        size = shape_of(atom)[sharded_dims[i] : sharded_dims[i] + 1] if i in sharded_dims else ()
+        operands.append(Shard(sharded_dims[i], is_state) if size and size != (1,) else REPLICATE)
     return operands
 
 
-# Rules of primitives that the dimensions of results do not decide --------------------------------------
+# Rules of primitives that dimension rules do not cover -------------------------------------------------
 
 
 def _reshape(op: Op) -> Strategy | None:
-    """The first dimension of those that are merged or split stays sharded if its blocks stay in one piece."""
+    """Keeps the first of merged or split dimensions sharded, if the blocks stay contiguous."""
     [placement, *rest] = op.placements
     assert isinstance(placement, Shard)
-    before, shape = shape_of(op.equation.invars[0]), shape_of(op.equation.outvars[0])
-    for old, new in reshape_groups(op.equation):
-        first, is_state = old[0], placement.is_state
-        is_first = first == placement.dim
+    operand_shape, result_shape = shape_of(op.equation.invars[0]), shape_of(op.equation.outvars[0])
+    for old_dims, new_dims in reshape_groups(op.equation):
+        first_dim, is_state = old_dims[0], placement.is_state
+        is_first = first_dim == placement.dim
         blocks = op.blocks if op.blocks_of_first is None or not is_first else op.blocks_of_first
-        divides = before[first] % blocks == shape[new[0]] % blocks == 0
-        # Where another dimension comes first, its blocks are exchanged for those of the sharded one.
-        if divides and (is_first or (placement.dim in old and not is_state)):
-            return Strategy((Shard(first, is_state), *rest), (Shard(new[0], is_state), *rest))
+        divides = operand_shape[first_dim] % blocks == result_shape[new_dims[0]] % blocks == 0
+        # If another dimension of examples is sharded, it is resharded to the first one.
+        if divides and (is_first or (placement.dim in old_dims and not is_state)):
+            return Strategy((Shard(first_dim, is_state), *rest), (Shard(new_dims[0], is_state), *rest))
     return None
 
 
 def _gather(op: Op) -> Strategy | None:
-    """Examples in another order: of all examples, each device takes those of its share of the indices."""
-    found, [first, *_] = by_dims(op), op.placements
-    if found is not None or not isinstance(first, Shard) or first.is_state:
-        return found
+    """Looks up examples in another order: gathers all examples, and shards the indices."""
+    by_dim_rules, [table, *_] = by_dims(op), op.placements
+    if by_dim_rules is not None or not isinstance(table, Shard) or table.is_state:
+        return by_dim_rules
     shape = shape_of(op.equation.outvars[0])
     for dim, sources in enumerate(dim_rule(op.equation).results[0]):
         if {operand for operand, _ in sources} == {1} and shape[dim] % op.blocks == 0:
@@ -373,61 +387,61 @@ def _gather(op: Op) -> Strategy | None:
 
 
 def _slice(op: Op) -> Strategy | None:
-    """Of a few elements of a sharded dimension, each device adds those that it has."""
-    found, [placement] = by_dims(op), op.placements
-    if found is not None or op.is_microbatched or not is_small_slice(op.equation):
-        return found
+    """Slices a few elements of a sharded dimension: devices sum the elements that they hold."""
+    by_dim_rules, [placement] = by_dims(op), op.placements
+    if by_dim_rules is not None or op.is_microbatched or not is_small_slice(op.equation):
+        return by_dim_rules
     is_state = isinstance(placement, Shard) and placement.is_state
     return Strategy((placement,), (SUM,), None if is_state else (REPLICATE,))
 
 
 def _ragged_dot(op: Op) -> Strategy | None:
-    """Each device has some rows of each group, or all rows of its examples."""
-    if (found := row_placements(op.equation, op.placements)) is not None:
-        operands, result = found
+    """Shards the rows of groups, or the examples of which each has all rows."""
+    if (placements := row_placements(op.equation, op.placements)) is not None:
+        operands, result = placements
         return Strategy(tuple(operands), (result,))
-    of_products = op._replace(placements=(*op.placements[:2], REPLICATE))
-    if all(isinstance(placement, Replicate) for placement in of_products.placements):
+    without_sizes = op._replace(placements=(*op.placements[:2], REPLICATE))
+    if all(isinstance(placement, Replicate) for placement in without_sizes.placements):
         return None
-    if (strategy := by_dims(of_products)) is None:
+    if (matmul_strategy := by_dims(without_sizes)) is None:
         return None
-    sizes = group_sizes_placement(op.equation, strategy.operands[0])
+    sizes = group_sizes_placement(op.equation, matmul_strategy.operands[0])
     if sizes is None:
         return None
-    return strategy._replace(operands=(*strategy.operands[:2], sizes))
+    return matmul_strategy._replace(operands=(*matmul_strategy.operands[:2], sizes))
 
 
 def _kernel(op: Op) -> Strategy | None:
-    """Each device takes the steps of its own examples."""
-    found = kernel_placements(op.equation, op.placements, op.blocks)
-    return None if found is None else Strategy(*map(tuple, found))
+    """Shards the grid of a Pallas kernel: each device runs the steps of its examples."""
+    placements = kernel_placements(op.equation, op.placements, op.blocks)
+    return None if placements is None else Strategy(*map(tuple, placements))
 
 
 def _attention(op: Op) -> Strategy | None:
-    """Each device attends in its own examples."""
-    found = attention_placements(op.equation, op.placements)
-    return None if found is None else Strategy(*map(tuple, found))
+    """Shards cuDNN attention along the examples."""
+    placements = attention_placements(op.equation, op.placements)
+    return None if placements is None else Strategy(*map(tuple, placements))
 
 
 def _elementwise(op: Op) -> Strategy:
-    """All operands are sharded alike, but for scalars and dimensions of one element."""
-    chosen: Shard | None = None
+    """Shards all operands in the same dimension, except for scalars and dimensions of size 1."""
+    shard: Shard | None = None
     for placement in op.placements:
-        if isinstance(placement, Shard) and (chosen is None or (chosen.is_state and not placement.is_state)):
-            chosen = placement
-    assert chosen is not None
-    if chosen.is_state and isinstance(op.target, Shard) and op.target in op.placements:
-        chosen = op.target
+        if isinstance(placement, Shard) and (shard is None or (shard.is_state and not placement.is_state)):
+            shard = placement
+    assert shard is not None
+    if shard.is_state and isinstance(op.target, Shard) and op.target in op.placements:
+        shard = op.target
     [out, *_], shapes = op.equation.outvars, [*map(shape_of, op.equation.invars)]
-    rank, dim = len(shape_of(out)), chosen.dim
-    operands = [chosen if len(shape) == rank and shape[dim] != 1 else REPLICATE for shape in shapes]
+    rank, dim = len(shape_of(out)), shard.dim
+    operands = [shard if len(shape) == rank and shape[dim] != 1 else REPLICATE for shape in shapes]
     is_broadcast = any(len(shape) == rank and shape != shape_of(out) for shape in shapes)
-    if chosen.is_state and is_broadcast and chosen != op.target and _grows(op, operands):
+    if shard.is_state and is_broadcast and shard != op.target and _expands_state(op, operands):
         return Strategy((REPLICATE,) * len(operands), (REPLICATE,) * len(op.equation.outvars))
-    return Strategy(tuple(operands), (chosen,) * len(op.equation.outvars))
+    return Strategy(tuple(operands), (shard,) * len(op.equation.outvars))
 
 
-_ROWS: tuple[tuple[str, Rule], ...] = (
+_RULE_TABLE: tuple[tuple[str, Rule], ...] = (
     (' '.join(POINTWISE), _elementwise),
     ('reshape', _reshape),
     ('gather', _gather),
@@ -436,7 +450,7 @@ _ROWS: tuple[tuple[str, Rule], ...] = (
     (KERNEL, _kernel),
     (' '.join(ATTENTION), _attention),
 )
-RULES: dict[str, Rule] = {name: rule for names, rule in _ROWS for name in names.split()}
+RULES: dict[str, Rule] = {name: rule for names, rule in _RULE_TABLE for name in names.split()}
 
 
 # Zeros -----------------------------------------------------------------------------------------------
@@ -445,12 +459,12 @@ RULES: dict[str, Rule] = {name: rule for names, rule in _ROWS for name in names.
 def is_zero(equation: Any, zeros: Sequence[bool]) -> bool:
     """Returns whether the results of an equation are zero because some operands are."""
     name = primitive_name(equation)
-    if name in _KEEP_ZERO:
+    if name in _PRESERVES_ZERO:
         return zeros[0]
     return name == 'mul' and any(zeros) and _is_finite_literal(equation, zeros)
 
 
-_KEEP_ZERO: Container[str] = frozenset(
+_PRESERVES_ZERO: Container[str] = frozenset(
     ('broadcast_in_dim', 'convert_element_type', 'reshape', 'copy', 'squeeze', 'transpose', 'neg')
 )
 

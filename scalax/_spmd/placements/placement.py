@@ -14,12 +14,12 @@ ReduceOp = Literal['sum', 'max', 'min']
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shard:
-    """Each device holds a block of a dimension.
+    """Each device holds a block of one dimension.
 
     Attributes:
         dim: the dimension.
-        is_state: whether it is a block of state, such as a weight, its gradient or its moments, rather than
-            of examples. State is gathered where it meets examples.
+        is_state: whether the value is state (a weight, its gradient or its moments), as opposed to examples.
+            State is gathered where it meets examples.
     """
 
     dim: int
@@ -33,7 +33,7 @@ class Replicate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Partial:
-    """The value is the reduction, over devices, of what each of them holds.
+    """The value is the reduction over devices of the values that they hold.
 
     Attributes:
         reduce_op: the reduction.
@@ -44,13 +44,13 @@ class Partial:
 
 Placement = Shard | Replicate | Partial
 Placements = tuple[Placement, ...]
-"""The placement of a value along each of the batch axes, from the major axis to the minor one."""
+"""The placement of a value along each of the batch axes, from major to minor."""
 
 REPLICATE, SUM = Replicate(), Partial()
 
 
 def shard_counts(placements: Placements, sizes: Sequence[int], rank: int) -> list[int]:
-    """Returns into how many blocks each dimension of a value is split."""
+    """Returns the number of blocks into which each dimension of a value is split."""
     counts = [1] * rank
     for placement, size in zip(placements, sizes, strict=True):
         if isinstance(placement, Shard):
@@ -59,11 +59,11 @@ def shard_counts(placements: Placements, sizes: Sequence[int], rank: int) -> lis
 
 
 def local_shape(shape: Sequence[int], placements: Placements, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the shape of the block that each device holds.
+    """Returns the shape of the local shard of a value.
 
     Args:
-        shape: the shape of the value.
-        placements: its placements.
+        shape: the global shape.
+        placements: the placements of the value.
         sizes: the sizes of the batch axes.
     """
     if not any(isinstance(x, Shard) for x in placements):
@@ -77,7 +77,7 @@ def local_shape(shape: Sequence[int], placements: Placements, sizes: Sequence[in
 
 
 def spec_of(placements: Placements, axes: Sequence[str]) -> PartitionSpec:
-    """Returns the spec of placements along these axes."""
+    """Returns the spec of placements along the named axes."""
     entries: dict[int, list[str]] = {}
     for axis, placement in zip(axes, placements, strict=True):
         if isinstance(placement, Shard):
@@ -89,11 +89,13 @@ def spec_of(placements: Placements, axes: Sequence[str]) -> PartitionSpec:
 
 
 def remap_dims(placements: Placements, dims: dict[int, int]) -> Placements | None:
-    """Returns the placements after dimensions have moved; None if a sharded one has no new place.
+    """Returns the placements after dimensions are renumbered.
+
+    Returns None if a sharded dimension is not among *dims*.
 
     Args:
         placements: the placements.
-        dims: dimension -> its new place.
+        dims: dimension -> its new index.
     """
     result: list[Placement] = []
     for placement in placements:
@@ -105,34 +107,34 @@ def remap_dims(placements: Placements, dims: dict[int, int]) -> Placements | Non
     return tuple(result)
 
 
-def join(one: Placement, other: Placement) -> Placement:
-    """Returns the placement of a value that may have either: after branches, or between rounds of a loop.
+def join(first: Placement, second: Placement) -> Placement:
+    """Returns the common placement of a value with two: after branches, or between iterations of a loop.
 
-    A replicated value becomes either without communication. A sum and a block of one value become the block,
-    because a sum is scattered to it, and of two blocks the first one stays.
+    A replicated value becomes any other placement without communication. A partial sum and a shard become the
+    shard, to which the sum is scattered. Of two shards, the first is returned.
     """
-    if one == other or isinstance(other, Replicate):
-        return one
-    if isinstance(one, Replicate):
-        return other
-    if isinstance(one, Shard) and isinstance(other, Shard):
-        return Shard(one.dim, one.is_state and other.is_state)
-    return one if isinstance(one, Shard) else other if isinstance(other, Shard) else REPLICATE
+    if first == second or isinstance(second, Replicate):
+        return first
+    if isinstance(first, Replicate):
+        return second
+    if isinstance(first, Shard) and isinstance(second, Shard):
+        return Shard(first.dim, first.is_state and second.is_state)
+    return first if isinstance(first, Shard) else second if isinstance(second, Shard) else REPLICATE
 
 
 Kind = Literal['all_gather', 'all_to_all', 'reduce_scatter', 'all_reduce', 'slice', 'mask']
 
 
 class RedistributeOp(NamedTuple):
-    """One operation of a conversion.
+    """One operation of a conversion between placements.
 
     Attributes:
-        kind: the operation. `slice` takes a device's block of a replicated value, and `mask` makes a sum of
-            one by setting it to zero on all devices but the first; both send nothing.
-        axes: the batch axes, by number, from the major one to the minor one.
+        kind: the operation. `slice` takes a device's block of a replicated value. `mask` makes a replicated
+            value partial by setting it to zero on all devices but the first. Both send nothing.
+        axes: the indices of the batch axes, from major to minor.
         dim: the dimension that is gathered, scattered or sliced.
-        other_dim: of an `all_to_all` the dimension that is split.
-        reduce_op: of an `all_reduce` and a `reduce_scatter` the reduction.
+        other_dim: for an `all_to_all`, the dimension that is split.
+        reduce_op: for an `all_reduce` or a `reduce_scatter`, the reduction.
     """
 
     kind: Kind
@@ -143,7 +145,7 @@ class RedistributeOp(NamedTuple):
 
 
 def redistribute(source: Placements, target: Placements) -> list[RedistributeOp]:
-    """Returns the operations that convert a value from its placements to others.
+    """Returns the operations that convert a value between placements.
 
     | from, to    | Shard(b)         | Replicate  | Partial          |
     |-------------|------------------|------------|------------------|
@@ -151,68 +153,85 @@ def redistribute(source: Placements, target: Placements) -> list[RedistributeOp]
     | Replicate   | slice            |            | mask             |
     | Partial     | reduce_scatter   | all_reduce | (all_reduce, mask if the reductions differ) |
 
-    Sums are scattered before others are reduced: under HSDP, along the fast axis first, and then only the
-    shards along the slow one. Where several axes shard one dimension, the major one has the larger blocks, so
-    the minor ones are gathered before a major one changes.
+    Partial sums are scattered before others are reduced: under HSDP, first along the fast axis, and then only
+    the shards along the slow one. Where several axes shard one dimension, the major axis has the larger
+    blocks, so the minor axes are gathered before the major one changes.
     """
     return [*_redistributed(source, target)]
 
 
-@functools.lru_cache(maxsize=4096)  # layers are alike
+@functools.lru_cache(maxsize=4096)  # layers repeat conversions
 def _redistributed(source: Placements, target: Placements) -> Sequence[RedistributeOp]:
-    now, steps = [*source], list[RedistributeOp]()
-    changing = [i for i, (a, b) in enumerate(zip(source, target, strict=True)) if not same_blocks(a, b)]
+    current, ops = [*source], list[RedistributeOp]()
+    changing = [
+        i
+        for i, (source_placement, target_placement) in enumerate(zip(source, target, strict=True))
+        if not same_blocks(source_placement, target_placement)
+    ]
     if not changing:
-        return steps
-    if len({(source[i], target[i]) for i in changing}) == 1 and _are_alone(source, target, changing):
-        a, b = source[changing[0]], target[changing[0]]
-        if isinstance(a, Shard) and isinstance(b, Shard):
-            return [RedistributeOp('all_to_all', tuple(changing), a.dim, b.dim)]
+        return ops
+    if len({(source[i], target[i]) for i in changing}) == 1 and _own_their_dims(source, target, changing):
+        source_placement, target_placement = source[changing[0]], target[changing[0]]
+        if isinstance(source_placement, Shard) and isinstance(target_placement, Shard):
+            return [RedistributeOp('all_to_all', tuple(changing), source_placement.dim, target_placement.dim)]
     # Gather, from the minor axis to the major one.
-    disturbed = {dim for i in changing for dim in _dims(source[i], target[i])}
-    first = min(changing)
+    changing_dims = {dim for i in changing for dim in _dims(source[i], target[i])}
+    first_axis = min(changing)
     gathered = [
         i
-        for i, a in enumerate(source)
-        if isinstance(a, Shard) and (i in changing or (i > first and a.dim in disturbed))
+        for i, source_placement in enumerate(source)
+        if isinstance(source_placement, Shard)
+        and (i in changing or (i > first_axis and source_placement.dim in changing_dims))
     ]
     for i in reversed(gathered):
-        _append(steps, RedistributeOp('all_gather', (i,), _dim(now[i])))
-        now[i] = REPLICATE
+        _append(ops, RedistributeOp('all_gather', (i,), _dim(current[i])))
+        current[i] = REPLICATE
     # Scatter sums, from the major axis to the minor one.
-    for i, b in enumerate(target):
-        a = now[i]
-        if isinstance(a, Partial) and isinstance(b, Shard) and a.reduce_op == 'sum':
+    for i, target_placement in enumerate(target):
+        source_placement = current[i]
+        if (
+            isinstance(source_placement, Partial)
+            and isinstance(target_placement, Shard)
+            and source_placement.reduce_op == 'sum'
+        ):
             majors = range(i)
-            if all(same_blocks(now[j], target[j]) or _dim_or_none(target[j]) != b.dim for j in majors):
-                _append(steps, RedistributeOp('reduce_scatter', (i,), b.dim, 0, a.reduce_op))
-                now[i] = b
-    for i, b in enumerate(target):
-        a = now[i]
-        if isinstance(a, Partial) and a != b:
-            _append(steps, RedistributeOp('all_reduce', (i,), 0, 0, a.reduce_op))
-            now[i] = REPLICATE
-    for i, b in enumerate(target):
-        if isinstance(now[i], Replicate) and isinstance(b, Shard):
-            _append(steps, RedistributeOp('slice', (i,), b.dim))
-        elif isinstance(now[i], Replicate) and isinstance(b, Partial):
-            _append(steps, RedistributeOp('mask', (i,), 0, 0, b.reduce_op))
-    return steps
+            if all(
+                same_blocks(current[j], target[j]) or _dim_or_none(target[j]) != target_placement.dim
+                for j in majors
+            ):
+                _append(
+                    ops,
+                    RedistributeOp(
+                        'reduce_scatter', (i,), target_placement.dim, 0, source_placement.reduce_op
+                    ),
+                )
+                current[i] = target_placement
+    for i, target_placement in enumerate(target):
+        source_placement = current[i]
+        if isinstance(source_placement, Partial) and source_placement != target_placement:
+            _append(ops, RedistributeOp('all_reduce', (i,), 0, 0, source_placement.reduce_op))
+            current[i] = REPLICATE
+    for i, target_placement in enumerate(target):
+        if isinstance(current[i], Replicate) and isinstance(target_placement, Shard):
+            _append(ops, RedistributeOp('slice', (i,), target_placement.dim))
+        elif isinstance(current[i], Replicate) and isinstance(target_placement, Partial):
+            _append(ops, RedistributeOp('mask', (i,), 0, 0, target_placement.reduce_op))
+    return ops
 
 
-def _append(steps: list[RedistributeOp], step: RedistributeOp) -> None:
-    """Appends a step, as one with the step before it if they differ in the axis only."""
-    if steps and step.kind != 'all_to_all' and steps[-1]._replace(axes=()) == step._replace(axes=()):
-        steps[-1] = step._replace(axes=(*sorted({*steps[-1].axes, *step.axes}),))
+def _append(ops: list[RedistributeOp], op: RedistributeOp) -> None:
+    """Appends an operation, merged with the one before it if only their axes differ."""
+    if ops and op.kind != 'all_to_all' and ops[-1]._replace(axes=()) == op._replace(axes=()):
+        ops[-1] = op._replace(axes=(*sorted({*ops[-1].axes, *op.axes}),))
     else:
-        steps.append(step)
+        ops.append(op)
 
 
-def same_blocks(one: Placement, other: Placement) -> bool:
-    """Returns whether a device holds the same elements in two placements."""
-    if isinstance(one, Shard) and isinstance(other, Shard):
-        return one.dim == other.dim
-    return one == other
+def same_blocks(first: Placement, second: Placement) -> bool:
+    """Returns whether devices hold the same elements in two placements."""
+    if isinstance(first, Shard) and isinstance(second, Shard):
+        return first.dim == second.dim
+    return first == second
 
 
 def _dim(placement: Placement) -> int:
@@ -228,7 +247,7 @@ def _dims(*placements: Placement) -> list[int]:
     return [placement.dim for placement in placements if isinstance(placement, Shard)]
 
 
-def _are_alone(source: Placements, target: Placements, axes: Sequence[int]) -> bool:
-    """Whether no other axis shards a dimension that changes along these."""
+def _own_their_dims(source: Placements, target: Placements, axes: Sequence[int]) -> bool:
+    """Whether no other axis shards the dimensions that these axes shard before or after a conversion."""
     dims = {dim for axis in axes for dim in _dims(source[axis], target[axis])}
     return dims.isdisjoint(_dims(*[x for axis, x in enumerate(source) if axis not in axes]))

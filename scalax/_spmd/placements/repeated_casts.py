@@ -1,4 +1,4 @@
-"""Casts and transposes of state that a model makes again in each place where it uses a weight."""
+"""Elimination of repeated casts and transposes of state, which models make at each use of a weight."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ if TYPE_CHECKING:
     from scalax._spmd.conversions import JaxprEditor
 
 CAST_PRIMITIVES = frozenset(('convert_element_type', 'transpose'))
-"""The primitives that make them."""
+"""The primitives of casts and transposes."""
 
 
 def alias_repeated_cast(editor: JaxprEditor, equation: Any) -> bool:
-    """Names a cast or a transpose of state after the same one before it, so that one gather serves both.
+    """Replaces a cast or transpose of state by an earlier identical one, so that one gather serves both.
 
     Args:
-        editor: the jaxpr that is partitioned.
-        equation: the equation, of one of `CAST_PRIMITIVES`.
+        editor: the editor of the jaxpr.
+        equation: an equation of one of the `CAST_PRIMITIVES`.
 
     Returns:
-        Whether there is one before it.
+        Whether there is an earlier one.
     """
     [atom], [var] = equation.invars, equation.outvars
-    for form in () if isinstance(atom, Literal) else editor.values[id(atom)].casts:
-        if is_same_operation(form.narrow_producer, equation):
-            editor.alias(var, form)
+    for cast in () if isinstance(atom, Literal) else editor.values[id(atom)].casts:
+        if is_same_operation(cast.narrow_producer, equation):
+            editor.alias(var, cast)
             return True
     return False

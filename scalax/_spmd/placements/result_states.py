@@ -1,7 +1,7 @@
-"""The state that the results of a step are: an updated weight, a new moment, or the gradient of a weight.
+"""Matching of the results of a step to its state: updated weights, updated moments, and gradients.
 
-Updated state is what its old value becomes by elementwise operations, as in ``w - rate * gradient``. A
-gradient that a step returns is none of that: it has the path of its weight in the tree of the results.
+Updated state is computed from the old state by elementwise operations, as in ``w - rate * gradient``. A
+gradient that a step returns is not; it is matched by its path, which ends like the path of its weight.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from scalax._jaxpr.abstract_interpreter import AbstractInterpreter
 from scalax._jaxpr.dim_rules import ELEMENTWISE
 
 Distances = tuple[tuple[int, int], ...]
-"""The arguments, by number, that elementwise operations make a value of, with the distance to each."""
+"""The indices of the arguments from which elementwise operations compute a value, with the distance to each.
 
-# A sum, or a choice, has its state as it is. Other operations scale it, or make something else of it.
-_KEEPING = frozenset(
+The distance is the number of operations that scale or otherwise change the argument, not counting sums.
+"""
+
+# Sums, selections and casts leave state as it is. Other operations scale it, or compute something else.
+_PRESERVES_STATE = frozenset(
     ('add', 'add_any', 'convert_element_type', 'copy', 'name', 'select_n', 'stop_gradient', 'sub')
 )
-# They write into their first operand.
-_WRITING = frozenset(('dynamic_update_slice', 'scatter', 'scatter-add'))
-_FARTHEST = 16
+# These write into their first operand.
+_WRITES_INTO_FIRST = frozenset(('dynamic_update_slice', 'scatter', 'scatter-add'))
+_MAX_DISTANCE = 16
 
 
 class ResultState(NamedTuple):
     """The state that a result is, or whose gradient it is.
 
     Attributes:
-        arguments: the arguments, by number, that may be that state: one, or several that are alike.
-        distance: how many operations that scale it are between it and the result.
+        arguments: the indices of the arguments that may be that state: one, or several of equal shape.
+        distance: the number of operations between the state and the result that scale it.
     """
 
     arguments: tuple[int, ...] = ()
@@ -45,44 +48,53 @@ def result_states(jaxpr: Any, paths: Sequence[str | None], results: Sequence[str
 
     Args:
         jaxpr: the jaxpr of the step, open or closed.
-        paths: the paths of its arguments; None of those that are not state.
-        results: the paths of its results.
+        paths: the leaf paths of its arguments; None for arguments that are not state.
+        results: the leaf paths of its results.
     """
-    inner = open_jaxpr(jaxpr)
+    inner_jaxpr = open_jaxpr(jaxpr)
     keys = [None if path is None else (*path.split('/'),) for path in paths]
     by_type = dict[Any, dict[int, None]]()
-    for i, (var, path) in enumerate(zip(inner.invars, keys, strict=True)):
+    for i, (var, path) in enumerate(zip(inner_jaxpr.invars, keys, strict=True)):
         if path is not None:
             by_type.setdefault(_type(var), {})[i] = None
     distances = _Distances()
-    known = distances.results(jaxpr, [() if path is None else ((i, 0),) for i, path in enumerate(paths)])
-    uses = {id(atom) for equation in inner.eqns for atom in equation.invars}
-    found, pending, computed = [ResultState()] * len(results), dict[int, list[int]](), set[int]()
-    for n, (var, sources) in enumerate(zip(inner.outvars, known, strict=True)):
-        alike = by_type.get(_type(var), {})
-        near = {i: distance for i, distance in sources if i in alike}
-        distance = min(near.values(), default=0)
-        nearest = [i for i in near if near[i] == distance]
-        if not near:
-            nearest = [i for i in alike if id(inner.invars[i]) in uses]
-        if len(nearest) == 1 and near and (shape_of(var) or not distance):
-            found[n] = ResultState((nearest[0],), distance)
+    result_distances = distances.results(
+        jaxpr, [() if path is None else ((i, 0),) for i, path in enumerate(paths)]
+    )
+    uses = {id(atom) for equation in inner_jaxpr.eqns for atom in equation.invars}
+    states, candidates, computed = [ResultState()] * len(results), dict[int, list[int]](), set[int]()
+    for n, (var, sources) in enumerate(zip(inner_jaxpr.outvars, result_distances, strict=True)):
+        same_type = by_type.get(_type(var), {})
+        near_distances = {i: distance for i, distance in sources if i in same_type}
+        distance = min(near_distances.values(), default=0)
+        nearest = [i for i in near_distances if near_distances[i] == distance]
+        if not near_distances:
+            nearest = [i for i in same_type if id(inner_jaxpr.invars[i]) in uses]
+        if len(nearest) == 1 and near_distances and (shape_of(var) or not distance):
+            states[n] = ResultState((nearest[0],), distance)
         elif nearest:
-            found[n], pending[n] = ResultState((), distance), nearest
-            if near:
+            states[n], candidates[n] = ResultState((), distance), nearest
+            if near_distances:
                 computed.add(n)
-    trees = {n: {i: _trees((*results[n].split('/'),), keys[i] or ()) for i in x} for n, x in pending.items()}
-    votes = Counter[Any](pair for pairs in trees.values() for pair in pairs.values() if pair is not None)
-    for n, pairs in trees.items():
-        var, most = inner.outvars[n], max(votes[pair] for pair in pairs.values())
-        # Nothing tells of a scalar, or of what no backward pass computes, that it is state.
-        if most or (shape_of(var) and (n in computed or _ends_backward(inner, var))):
-            found[n] = found[n]._replace(arguments=tuple([i for i in pairs if votes[pairs[i]] == most]))
-    return found
+    root_pairs = {
+        n: {i: _common_suffix_roots((*results[n].split('/'),), keys[i] or ()) for i in x}
+        for n, x in candidates.items()
+    }
+    # Where several arguments are possible, the pair of trees in which most paths match decides.
+    votes = Counter[Any](pair for pairs in root_pairs.values() for pair in pairs.values() if pair is not None)
+    for n, pairs in root_pairs.items():
+        var, most = inner_jaxpr.outvars[n], max(votes[pair] for pair in pairs.values())
+        # Without a matching path, scalars and values from outside of a backward pass do not count as state.
+        if most or (shape_of(var) and (n in computed or _is_from_backward(inner_jaxpr, var))):
+            states[n] = states[n]._replace(arguments=tuple([i for i in pairs if votes[pairs[i]] == most]))
+    return states
 
 
-def _trees(result: Sequence[str], argument: Sequence[str]) -> tuple[Any, Any] | None:
-    """The trees of a result and of an argument in which both have the same path; None if there are none."""
+def _common_suffix_roots(result: Sequence[str], argument: Sequence[str]) -> tuple[Any, Any] | None:
+    """Returns the two prefixes after which the paths of a result and an argument are equal.
+
+    These are the paths of the trees in which both leaves have the same path. Returns None if there are none.
+    """
     count = 0
     for a, b in zip(reversed(result), reversed(argument), strict=False):
         if a != b:
@@ -92,7 +104,7 @@ def _trees(result: Sequence[str], argument: Sequence[str]) -> tuple[Any, Any] | 
 
 
 class _Distances(AbstractInterpreter[Distances]):
-    """The distances of the values of a jaxpr to its arguments."""
+    """Computes the distances of the values of a jaxpr to its arguments."""
 
     def __init__(self) -> None:
         super().__init__(nothing=())
@@ -100,36 +112,36 @@ class _Distances(AbstractInterpreter[Distances]):
         self._farther: dict[Distances, Distances] = {}
 
     def _run(self, jaxpr: Any, arguments: Sequence[Distances]) -> list[Distances]:
-        known = {
+        distances_by_id = {
             id(var): distances for var, distances in zip(jaxpr.invars, arguments, strict=True) if distances
         }
         for equation in jaxpr.eqns:
             name = primitive_name(equation)
-            if name in ELEMENTWISE and len(equation.outvars) == 1:  # most, which no other method has to see
-                result = self._elementwise(name, equation, known)
+            if name in ELEMENTWISE and len(equation.outvars) == 1:  # a fast path for most equations
+                result = self._elementwise(name, equation, distances_by_id)
                 if result:
-                    known[id(equation.outvars[0])] = result
+                    distances_by_id[id(equation.outvars[0])] = result
                 continue
-            operands = [known.get(id(atom), ()) for atom in equation.invars]
+            operands = [distances_by_id.get(id(atom), ()) for atom in equation.invars]
             if any(operands):
                 results = self.equation(equation, operands)
                 pairs = zip(equation.outvars, results, strict=False)
-                known.update({id(var): distances for var, distances in pairs if distances})
-        self.note(known)
-        return [known.get(id(atom), ()) for atom in jaxpr.outvars]
+                distances_by_id.update({id(var): distances for var, distances in pairs if distances})
+        self.note(distances_by_id)
+        return [distances_by_id.get(id(atom), ()) for atom in jaxpr.outvars]
 
-    def _elementwise(self, name: str, equation: Any, known: Mapping[int, Distances]) -> Distances:
-        """The distances of the result of an elementwise equation, by its operands of the same shape."""
+    def _elementwise(self, name: str, equation: Any, distances_by_id: Mapping[int, Distances]) -> Distances:
+        """Returns the distances of the result of an elementwise equation, from operands of its shape."""
         shape: tuple[int, ...] | None = None
         result: Distances = ()
         for i, atom in enumerate(equation.invars):
-            distances = known.get(id(atom))
+            distances = distances_by_id.get(id(atom))
             if distances is None:
                 continue
             if shape is None:
                 shape = shape_of(equation.outvars[0])
             if shape_of(atom) == shape:
-                if name not in _KEEPING or (name == 'sub' and i == 1):
+                if name not in _PRESERVES_STATE or (name == 'sub' and i == 1):
                     distances = self._scaled(distances)
                 result = self.joined((result, distances)) if result and result != distances else distances
         return result
@@ -137,12 +149,12 @@ class _Distances(AbstractInterpreter[Distances]):
     def primitive(self, name: str, equation: Any, operands: Sequence[Distances]) -> Sequence[Distances]:
         if name in SHARDING_PARAMS or name == 'optimization_barrier':
             return operands
-        return operands[:1] if name in _WRITING else ()
+        return operands[:1] if name in _WRITES_INTO_FIRST else ()
 
     def _scaled(self, distances: Distances) -> Distances:
-        """The distances of a value that one more operation scales."""
+        """Returns the distances of a value after one more scaling operation."""
         if distances not in self._farther:
-            self._farther[distances] = tuple([(n, min(x + 1, _FARTHEST)) for n, x in distances])
+            self._farther[distances] = tuple([(n, min(x + 1, _MAX_DISTANCE)) for n, x in distances])
         return self._farther[distances]
 
     def joined(self, facts: Sequence[Distances]) -> Distances:
@@ -159,13 +171,13 @@ def _type(var: Any) -> Any:
     return shape_of(var), var.aval.dtype
 
 
-def _ends_backward(jaxpr: Any, var: Any) -> bool:
-    """Whether an equation of a backward pass computes a result of a jaxpr, or of a call in it."""
+def _is_from_backward(jaxpr: Any, var: Any) -> bool:
+    """Whether an equation of a backward pass, possibly in an inner call, computes a result of a jaxpr."""
     for equation in reversed(jaxpr.eqns):
         for i, result in enumerate(equation.outvars):
             if result is var:
                 if is_backward(equation) or primitive_name(equation) not in CALLS:
                     return is_backward(equation)
                 inner = open_jaxpr(call_jaxpr(equation))
-                return _ends_backward(inner, inner.outvars[i])
+                return _is_from_backward(inner, inner.outvars[i])
     return False

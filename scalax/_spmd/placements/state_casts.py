@@ -1,7 +1,7 @@
-"""Forms of state, such as its casts and transposes: one gather of the state serves all of them.
+"""Values computed from state, such as casts and transposes, that share one gather of the state.
 
-Of narrow state, such as integers and their scales, the weight that an equation takes is computed behind the
-gathers, if these send less.
+If the operands of such a computation are smaller than its result, as with quantized weights and their scales,
+the operands are gathered, and the computation runs after the gather.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from scalax._spmd.values import Value
 
 Read = Callable[[Any], Value]
 SAME_STATE = SHAPE_OPS | {'slice', 'dynamic_slice', 'split', 'optimization_barrier', 'neg'}
-"""Of one operand, these make another form of it, or a part."""
+"""Primitives whose result is the same state as their operand, in another form, or a part of it."""
 NARROW = CHEAP_ELEMENTWISE | {'broadcast_in_dim', 'transpose'}
-"""Of narrow state, such as integers and their scales, these make the weight that an equation takes."""
+"""Primitives that compute a weight from narrower state, such as quantized integers and their scales."""
 
 
 def is_gathered_as_operands(value: Value, read: Read, uses: Uses) -> bool:
-    """Returns whether what state is computed of is gathered in its place.
+    """Returns whether the operands from which a state value is computed are gathered instead of the value.
 
     Args:
         value: the state.
-        read: gives the value of a variable.
-        uses: the equations that take variables.
+        read: returns the value of a variable.
+        uses: the equations that use each variable.
     """
     if value.narrow_producer is None:
         return False
     size = size_of(value.var) * value.var.aval.dtype.itemsize
     if 2 * _bytes_to_gather(value, read) <= size:
         return True
-    # Such as the transpose of an embedding table, by which logits are computed: one gather serves both.
+    # Logits, for example, use the transpose of the embedding table: one gather of it serves both.
     is_transpose = primitive_name(value.narrow_producer) == 'transpose'
     return is_transpose and len(gathering_uses(read(value.narrow_producer.invars[0]), uses)) > 1
 
 
 def gathering_uses(value: Value, uses: Uses) -> list[Any]:
-    """Returns the equations that gather state; an update, which is elementwise, takes its blocks."""
+    """Returns the equations that gather a state value. Elementwise ones, as in an update, use its shards."""
     equations = {id(equation): equation for equation in uses.equations(value.var)}.values()
     return [equation for equation in equations if primitive_name(equation) not in ELEMENTWISE]
 
 
 def _bytes_to_gather(value: Value, read: Read) -> int:
-    """Returns the bytes of the least that is gathered of a value, or of what it is computed of."""
+    """Returns the bytes to gather a value or, if fewer, the operands from which it is computed."""
     if value.is_replicated:
         return 0
     size = size_of(value.var) * value.var.aval.dtype.itemsize

@@ -1,7 +1,8 @@
 """The layouts of values that are computed from state, dimension by dimension.
 
-The moments of an optimizer are stored behind a decay as before it. A gradient that is added to them is wanted
-in their layout. So the pass goes forward from the arguments of a step, through what keeps dimensions.
+The moments of an optimizer have the same layout after a decay as before it, and a gradient that is added to
+them is reduced to that layout. The analysis walks a jaxpr forward from the arguments of the step, through
+operations that preserve dimensions.
 """
 
 from __future__ import annotations
@@ -14,63 +15,72 @@ from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.dim_rules import ELEMENTWISE, dim_rule
 from scalax._spmd.placements.layouts import Layout, ShiftedDims, remap_layout
 
-_MOVING = frozenset(('transpose', 'squeeze'))
-_Known = Layout | None
+_PERMUTES_DIMS = frozenset(('transpose', 'squeeze'))
+_MaybeLayout = Layout | None
 
 
-def state_layouts(jaxpr: Any, arguments: Sequence[_Known]) -> Mapping[int, Layout]:
-    """Returns the layouts of the variables, by id, of a jaxpr and of those inside it.
+def state_layouts(jaxpr: Any, arguments: Sequence[_MaybeLayout]) -> Mapping[int, Layout]:
+    """Returns the layouts, by variable id, of the values of a jaxpr and of its inner jaxprs.
 
     Args:
         jaxpr: the jaxpr, open or closed.
-        arguments: the layouts of its arguments; None of those that are not state in blocks.
+        arguments: the layouts of its arguments; None for arguments that are not sharded state.
     """
-    found: dict[int, Layout] = {}
+    layouts: dict[int, Layout] = {}
     if any(arguments):
-        _forward(found, jaxpr, arguments)
-    return found
+        _forward(layouts, jaxpr, arguments)
+    return layouts
 
 
-def _forward(known: dict[int, Layout], jaxpr: Any, arguments: Sequence[_Known]) -> list[_Known]:
-    """Takes note of the layouts in a jaxpr, and returns those of its results."""
-    inner = open_jaxpr(jaxpr)
-    _note(known, inner.invars, arguments)
-    for equation in inner.eqns:
-        operands = [known.get(id(atom)) for atom in equation.invars]
+def _forward(layouts: dict[int, Layout], jaxpr: Any, arguments: Sequence[_MaybeLayout]) -> list[_MaybeLayout]:
+    """Records the layouts of the values of a jaxpr, and returns the layouts of its results."""
+    inner_jaxpr = open_jaxpr(jaxpr)
+    _record(layouts, inner_jaxpr.invars, arguments)
+    for equation in inner_jaxpr.eqns:
+        operands = [layouts.get(id(atom)) for atom in equation.invars]
         if any(operands):
-            _note(known, equation.outvars, _results(known, equation, operands))
-    return [known.get(id(atom)) for atom in inner.outvars]
+            _record(layouts, equation.outvars, _results(layouts, equation, operands))
+    return [layouts.get(id(atom)) for atom in inner_jaxpr.outvars]
 
 
-def _note(known: dict[int, Layout], atoms: Sequence[Any], layouts: Sequence[_Known]) -> None:
-    for atom, layout in zip(atoms, layouts, strict=False):
+def _record(layouts: dict[int, Layout], atoms: Sequence[Any], atom_layouts: Sequence[_MaybeLayout]) -> None:
+    for atom, layout in zip(atoms, atom_layouts, strict=False):
         if layout is not None and not isinstance(atom, Literal):
-            known.setdefault(id(atom), layout)
+            layouts.setdefault(id(atom), layout)
 
 
-def _results(known: dict[int, Layout], equation: Any, operands: Sequence[_Known]) -> Sequence[_Known]:
+def _results(
+    layouts: dict[int, Layout], equation: Any, operands: Sequence[_MaybeLayout]
+) -> Sequence[_MaybeLayout]:
     """Returns the layouts of the results of an equation."""
     name = primitive_name(equation)
     if name in ELEMENTWISE:  # most equations
         shape = shape_of(equation.outvars[0])
-        alike = (
-            x for x, atom in zip(operands, equation.invars, strict=True) if x and shape_of(atom) == shape
+        same_shape = (
+            layout
+            for layout, atom in zip(operands, equation.invars, strict=True)
+            if layout and shape_of(atom) == shape
         )
-        return [next(alike, None)]
+        return [next(same_shape, None)]
     if name in CALLS:
-        return _forward(known, call_jaxpr(equation), operands)
+        return _forward(layouts, call_jaxpr(equation), operands)
     if name == 'cond':
-        found = [_forward(known, branch, operands[1:]) for branch in branches(equation)]
-        return [next(filter(None, layouts), None) for layouts in zip(*found, strict=True)]
+        branch_layouts = [_forward(layouts, branch, operands[1:]) for branch in branches(equation)]
+        return [
+            next(filter(None, result_layouts), None) for result_layouts in zip(*branch_layouts, strict=True)
+        ]
     if name in ('scan', 'while'):
         loop = loop_of(equation)
         constants, carried, stacks = loop.parts(operands)
-        elements = [remap_layout(x, ShiftedDims(-1)) for x in stacks]
-        results = _forward(known, loop.body, [*constants, *carried, *elements])
-        return [*results[: loop.carried], *[remap_layout(x, ShiftedDims(1)) for x in results[loop.carried :]]]
+        elements = [remap_layout(layout, ShiftedDims(-1)) for layout in stacks]
+        results = _forward(layouts, loop.body, [*constants, *carried, *elements])
+        return [
+            *results[: loop.carried],
+            *[remap_layout(layout, ShiftedDims(1)) for layout in results[loop.carried :]],
+        ]
     if name == 'optimization_barrier':
         return operands
-    if name in _MOVING:
+    if name in _PERMUTES_DIMS:
         sources = dim_rule(equation).results[0]
         return [
             remap_layout(operands[0], {dim: new for new, places in enumerate(sources) for _, dim in places})

@@ -1,9 +1,9 @@
-"""Choices between strategies by the bytes that devices send: state is gathered, or examples move to it.
+"""Choice of the strategy that sends the fewest bytes: gather the state, or move the examples.
 
-State that meets examples is gathered, which is right if examples are many. Where they are fewer bytes, they
-move instead: to the rows of a large table that they look up, to the experts that have tokens, to the weight
-of a product of a few examples, to the kernel of a convolution of small images with many features. Bytes
-decide, here alone. Both ways send them over the same links.
+By default, state is gathered where it meets examples. If the examples are smaller, they move to the shards of
+the state instead: to the rows of a large embedding table, to the experts that tokens select, to the weight of
+a matmul with few examples (a weight-stationary layout), or to the kernel of a convolution with many features.
+This is the only place where bytes decide. Both ways use the same links.
 """
 
 from __future__ import annotations
@@ -30,34 +30,35 @@ from scalax._spmd.placements.placement import (
 )
 from scalax._spmd.values import Value
 
-_PRODUCTS = frozenset(('dot_general', 'conv_general_dilated'))
-_MOVES = _PRODUCTS | {'gather', 'scatter-add'}
+_CONTRACTIONS = frozenset(('dot_general', 'conv_general_dilated'))
+_CONSIDERED = _CONTRACTIONS | {'gather', 'scatter-add'}
 _ADDS = frozenset(('add', 'add_any'))
-_KEEPS_SUM = frozenset(('neg', 'reshape', 'squeeze', 'transpose'))
-# Examples that move to state are on all of its devices, which takes memory, and for look-ups time.
+_PRESERVES_SUM = frozenset(('neg', 'reshape', 'squeeze', 'transpose'))
+# Moving examples has to be this many times cheaper: the examples are then replicated over the devices of the
+# state, which costs memory, and for look-ups time.
 _MARGIN = 2
 
 
 def cheapest(
     editor: JaxprEditor, equation: Any, values: Sequence[Value], usual: Sequence[Strategy]
 ) -> list[Strategy]:
-    """Returns the strategy of an equation, along each batch axis, that moves the fewest bytes.
+    """Returns, for each batch axis, the strategy of an equation that sends the fewest bytes.
 
     Args:
-        editor: the jaxpr that is partitioned.
+        editor: the editor of the jaxpr.
         equation: the equation.
         values: its operands.
-        usual: its strategies along each axis if state is gathered.
+        usual: for each axis, its strategy if state is gathered.
     """
     if editor.context.microbatch_axis is not None:  # a microbatch is split into the same blocks in all layers
         return [*usual]
-    if primitive_name(equation) not in _MOVES or any(value.has_sum for value in values):
+    if primitive_name(equation) not in _CONSIDERED or any(value.has_sum for value in values):
         return [*usual]
-    return [_Axis(editor, equation, values, usual, axis).cheapest() for axis in range(len(usual))]
+    return [_AxisChoice(editor, equation, values, usual, axis).cheapest() for axis in range(len(usual))]
 
 
-class _Axis:
-    """The choice along one axis."""
+class _AxisChoice:
+    """The choice between strategies along one axis."""
 
     def __init__(
         self,
@@ -67,97 +68,102 @@ class _Axis:
         usual: Sequence[Strategy],
         axis: int,
     ) -> None:
-        self._edit, self._equation, self._values, self._axis = editor, equation, values, axis
-        self._usual, self._count = usual[axis], editor.context.sizes[axis]
-        self._here = [value.placements[axis] for value in values]
-        self._all_usual = usual
+        self._editor, self._context = editor, editor.context
+        self._equation, self._values, self._axis = equation, values, axis
+        self._usual, self._axis_size = usual[axis], editor.context.sizes[axis]
+        self._placements = [value.placements[axis] for value in values]
+        self._usual_by_axis = usual
 
     @functools.cached_property
-    def _wanted(self) -> Placement:
-        """The placement that the result gets in the end."""
-        editor, usual, axis, [result, *_] = self._edit, self._all_usual, self._axis, self._equation.outvars
-        # A term of a sum that a loop carries stays a sum, which is reduced once, behind the loop.
-        if isinstance(self._usual.results[0], Partial) and _is_term_of_sum(editor, result, axis):
+    def _result_target(self) -> Placement:
+        """The placement to which the result is converted in the end."""
+        [result, *_] = self._equation.outvars
+        # A term of a sum that a loop carries stays partial, and is reduced once, after the loop.
+        if isinstance(self._usual.results[0], Partial) and _is_term_of_sum(self._editor, result, self._axis):
             return SUM
-        return editor.reduced_placements(result, tuple([each.results[0] for each in usual]))[axis]
+        placements = tuple([strategy.results[0] for strategy in self._usual_by_axis])
+        return self._editor.reduced_placements(result, placements)[self._axis]
 
     @functools.cached_property
     def _result_bytes(self) -> float:
-        """The bytes of the result, of which devices have blocks along the other axes."""
-        others = [
+        """The bytes of the result on a device that holds its shard along the other axes."""
+        shard_counts = [
             size
-            for i, (each, size) in enumerate(zip(self._all_usual, self._edit.context.sizes, strict=True))
-            if i != self._axis and isinstance(each.results[0], Shard)
+            for i, (strategy, size) in enumerate(zip(self._usual_by_axis, self._context.sizes, strict=True))
+            if i != self._axis and isinstance(strategy.results[0], Shard)
         ]
-        return _bytes(self._equation.outvars[0]) / math.prod(others)
+        return _bytes(self._equation.outvars[0]) / math.prod(shard_counts)
 
     def cheapest(self) -> Strategy:
-        """The strategy."""
-        best, least = self._usual, None
-        for other, margin in self._others():
-            if [*map(_plain, other.operands)] == [*map(_plain, self._usual.operands)]:
+        """Returns the cheapest strategy."""
+        best, lowest_cost = self._usual, None
+        for candidate, margin in self._alternatives():
+            if [*map(_plain, candidate.operands)] == [*map(_plain, self._usual.operands)]:
                 continue
-            if least is None:
-                least = self._cost(self._usual)
-            cost = self._cost(other) * margin
-            if cost < least:
-                best, least = other, cost
+            if lowest_cost is None:
+                lowest_cost = self._cost(self._usual)
+            cost = self._cost(candidate) * margin
+            if cost < lowest_cost:
+                best, lowest_cost = candidate, cost
         return best
 
-    def _others(self) -> Iterator[tuple[Strategy, int]]:
-        """The strategies of which one operand stays as it is, or that give the result as it is wanted."""
-        name, count = primitive_name(self._equation), len(self._here)
-        operands = [0] if name == 'gather' else range(count) if name in _PRODUCTS else []
-        # Only a batch of products is a dimension that both operands have.
-        may_be_common = name == 'dot_general' and any(
+    def _alternatives(self) -> Iterator[tuple[Strategy, int]]:
+        """Yields alternatives to the usual strategy, each with the factor by which it has to be cheaper.
+
+        An alternative leaves one operand in its placement, or computes the result in its final placement.
+        """
+        name, count = primitive_name(self._equation), len(self._placements)
+        operands = [0] if name == 'gather' else range(count) if name in _CONTRACTIONS else []
+        # Only a batch dimension of a dot_general is a dimension of both operands.
+        may_shard_batch = name == 'dot_general' and any(
             len(sources) > 1 for sources in dim_rule(self._equation).results[0]
         )
         for i in operands:
-            here = self._here[i]
-            if isinstance(here, Shard):
-                comes_back = here.is_state or name == 'gather'
-                comes_back = comes_back and isinstance(self._usual.results[0], Shard)
-                found = self._strategy({i: here.dim}) if may_be_common or comes_back else None
-                if found is None:
+            placement = self._placements[i]
+            if isinstance(placement, Shard):
+                may_return = placement.is_state or name == 'gather'
+                may_return = may_return and isinstance(self._usual.results[0], Shard)
+                candidate = self._strategy_for({i: placement.dim}) if may_shard_batch or may_return else None
+                if candidate is None:
                     continue
-                if self._is_common(found):
-                    yield found, 1
-                elif comes_back:
-                    # Examples come back to where they were.
-                    yield found._replace(final=self._usual.results), _MARGIN
-        if isinstance(self._usual.results[0], Partial) and isinstance(wanted := self._wanted, Shard):
-            found = self._of_result(name, wanted)
-            if found is not None:
-                is_common = name == 'dot_general' and self._is_common(found)
-                yield found._replace(results=(wanted,)), 1 if is_common else _MARGIN
+                if self._shards_matmul_batch(candidate):
+                    yield candidate, 1
+                elif may_return:
+                    # The results return to the devices of their examples.
+                    yield candidate._replace(final=self._usual.results), _MARGIN
+        if isinstance(self._usual.results[0], Partial) and isinstance(target := self._result_target, Shard):
+            candidate = self._with_result(name, target)
+            if candidate is not None:
+                shards_batch = name == 'dot_general' and self._shards_matmul_batch(candidate)
+                yield candidate._replace(results=(target,)), 1 if shards_batch else _MARGIN
 
-    def _strategy(self, dims: dict[int, int]) -> Strategy | None:
-        """The strategy if these operands are sharded along these dimensions, and others are replicated."""
-        placements = tuple([Shard(dims[i]) if i in dims else REPLICATE for i in range(len(self._here))])
+    def _strategy_for(self, dims: dict[int, int]) -> Strategy | None:
+        """Returns the strategy with some operands sharded, given as operand -> dimension."""
+        placements = tuple([Shard(dims[i]) if i in dims else REPLICATE for i in range(len(self._placements))])
         if (
-            primitive_name(self._equation) not in _PRODUCTS
+            primitive_name(self._equation) not in _CONTRACTIONS
             and 0 in dims
             and is_indexed(self._equation, dims[0])
         ):
             return Strategy(placements, (SUM,))
         zeros = tuple([value.is_zero for value in self._values])
-        return self._edit.context.strategy(Op(self._equation, placements, self._edit.context.blocks, zeros))
+        return self._context.strategy(Op(self._equation, placements, self._context.blocks, zeros))
 
-    def _of_result(self, name: str, wanted: Shard) -> Strategy | None:
-        """The strategy of which the result is sharded as it is wanted."""
-        if name == 'scatter-add' and is_indexed(self._equation, wanted.dim):
+    def _with_result(self, name: str, target: Shard) -> Strategy | None:
+        """Returns the strategy that computes the result in its final placement; None if there is none."""
+        if name == 'scatter-add' and is_indexed(self._equation, target.dim):
             if not self._values[0].is_zero:
                 return None
-            return Strategy((Shard(wanted.dim), REPLICATE, REPLICATE), (wanted,))
+            return Strategy((Shard(target.dim), REPLICATE, REPLICATE), (target,))
         dims = dim_rule(self._equation)
         if dims is UNKNOWN:
             return None
-        found = self._strategy(dict(dims.results[0][wanted.dim]))
-        return None if found is None or _plain(found.results[0]) != _plain(wanted) else found
+        candidate = self._strategy_for(dict(dims.results[0][target.dim]))
+        return None if candidate is None or _plain(candidate.results[0]) != _plain(target) else candidate
 
-    def _is_common(self, found: Strategy) -> bool:
-        """Whether the result is sharded in a dimension that both operands of a product have: its batch."""
-        [result] = found.results
+    def _shards_matmul_batch(self, strategy: Strategy) -> bool:
+        """Whether the result of a dot_general is sharded along a batch dimension of the dot_general."""
+        [result] = strategy.results
         return (
             primitive_name(self._equation) == 'dot_general'
             and isinstance(result, Shard)
@@ -165,50 +171,50 @@ class _Axis:
         )
 
     def _cost(self, strategy: Strategy) -> float:
-        """The bytes that a strategy moves, to its operands and from its results."""
-        cost = sum(self._converted(*pair) for pair in zip(self._values, strategy.operands, strict=True))
+        """Returns the bytes that devices send for a strategy: to convert its operands and its result."""
+        cost = sum(self._operand_bytes(*pair) for pair in zip(self._values, strategy.operands, strict=True))
         [result] = strategy.results
         if strategy.final is not None:
             [final] = strategy.final
         elif isinstance(result, Partial):
-            final = self._wanted
+            final = self._result_target
         elif isinstance(result, Shard) and isinstance(self._usual.results[0], Shard):
-            final = self._usual.results[0]  # sooner or later, where it meets other examples
+            final = self._usual.results[0]  # at the latest where it meets other examples
         else:
             final = result
-        return cost + self._bytes(result, final, self._result_bytes)
+        return cost + self._conversion_bytes(result, final, self._result_bytes)
 
-    def _converted(self, value: Value, target: Placement) -> float:
-        """The bytes that devices send to convert an operand."""
+    def _operand_bytes(self, value: Value, target: Placement) -> float:
+        """Returns the bytes that devices send to convert an operand."""
         source = value.placements[self._axis]
         if value.is_zero or same_blocks(source, target):
             return 0
-        backward = value.is_state and self._edit.is_backward(self._equation)
+        backward = value.is_state and self._editor.is_backward(self._equation)
         for placements, is_backward in value.versions:
             if same_blocks(placements[self._axis], target) and is_backward == backward:
                 return 0
-        sizes, placements = self._edit.context.sizes, value.placements
-        others = math.prod(
+        sizes, placements = self._context.sizes, value.placements
+        shard_count = math.prod(
             size
-            for i, (size, each) in enumerate(zip(sizes, placements, strict=True))
-            if i != self._axis and isinstance(each, Shard)
+            for i, (size, placement) in enumerate(zip(sizes, placements, strict=True))
+            if i != self._axis and isinstance(placement, Shard)
         )
-        size = _bytes(value.var) / others
-        if isinstance(target, Replicate):  # state that a loop takes as it is, is gathered before the loop
-            size /= self._edit.trip_count_of(value)
-        return self._bytes(source, target, size)
+        size = _bytes(value.var) / shard_count
+        if isinstance(target, Replicate):  # loop-invariant state is gathered before the loop
+            size /= self._editor.trip_count_of(value)
+        return self._conversion_bytes(source, target, size)
 
-    def _bytes(self, source: Placement, target: Placement, size: float) -> float:
-        """The bytes that devices send to convert a value of this size."""
+    def _conversion_bytes(self, source: Placement, target: Placement, size: float) -> float:
+        """Returns the bytes that devices send to convert a value of a size."""
         if same_blocks(source, target) or isinstance(source, Replicate):
             return 0
         if isinstance(source, Shard):
-            return size / self._count if isinstance(target, Shard) else size
+            return size / self._axis_size if isinstance(target, Shard) else size
         return size if isinstance(target, Shard) else 2 * size
 
 
 def _is_term_of_sum(editor: JaxprEditor, var: Any, axis: int) -> bool:
-    """Whether a variable is only added to a value that is a sum along an axis, by number."""
+    """Whether the only use of a variable is to be added to a value that is partial along an axis."""
     while editor.uses.count(var) == 1 and not editor.uses.is_result(var):
         [equation] = editor.uses.equations(var)
         name = primitive_name(equation)
@@ -216,14 +222,14 @@ def _is_term_of_sum(editor: JaxprEditor, var: Any, axis: int) -> bool:
             values = [editor.values.get(id(x)) for x in equation.invars if x is not var]
             if any(value is not None and value.placements[axis] == SUM for value in values):
                 return True
-        elif name not in _KEEPS_SUM:
+        elif name not in _PRESERVES_SUM:
             return False
         [var] = equation.outvars
     return False
 
 
 def _plain(placement: Placement) -> Placement:
-    """A placement that does not say of what blocks are."""
+    """Returns a placement whose shard is not marked as state."""
     return Shard(placement.dim) if isinstance(placement, Shard) else placement
 
 

@@ -1,4 +1,4 @@
-"""Shardings that users say of values: along the batch axes these are conversions between placements."""
+"""The user's sharding constraints: along the batch axes, they are conversions between placements."""
 
 from __future__ import annotations
 
@@ -18,35 +18,37 @@ from scalax._spmd.values import CannotPartition, Value, is_replicated
 
 
 def partition_constraint(editor: JaxprEditor, equation: Any, values: Sequence[Value]) -> None:
-    """Defines the results of a constraint, or of ``jax.device_put``, as operands in other placements."""
+    """Writes a sharding constraint, ``jax.device_put`` or ``reshard``: converts the operands."""
     if primitive_name(equation) == 'reshard':
         if not is_noop_reshard(equation):
             raise CannotPartition(equation, 'it changes the sharding in a type')
-        said = {}
+        shardings = {}
     else:
-        said = sharding_params(equation)[1]
+        shardings = sharding_params(equation)[1]
     for i, (var, value) in enumerate(zip(equation.outvars, values, strict=True)):
         placements = value.placements
-        if not is_on_device(equation.invars[i]) and is_on_device(var):  # on devices, blocks may be exchanged
+        if not is_on_device(equation.invars[i]) and is_on_device(var):  # conversions need device memory
             value = Value(var, placements, editor.move_memory(value.atom, var, equation), value.origin)
-        if i in said:
-            placements = placements_of_sharding(editor, equation, value, said[i], moves=not is_on_device(var))
+        if i in shardings:
+            placements = placements_of_sharding(
+                editor, equation, value, shardings[i], moves=not is_on_device(var)
+            )
         atom = editor.convert(value, placements, equation)
-        if i in said:
-            atom = _constrained(editor, equation, atom, said[i])
+        if i in shardings:
+            atom = _constrained(editor, equation, atom, shardings[i])
         if is_on_device(value.var) and not is_on_device(var):
             atom = editor.move_memory(atom, var, equation)
         editor.define(var, placements, atom).origin = value.origin
 
 
 def apply_sharding(editor: JaxprEditor, equation: Any, value: Value, sharding: Any) -> None:
-    """Places a value as a sharding says, for all equations behind."""
+    """Converts a value to a sharding, for all following equations."""
     editor.convert_in_place(value, placements_of_sharding(editor, equation, value, sharding), equation)
     value.atom = _constrained(editor, equation, value.atom, sharding)
 
 
 def _constrained(editor: JaxprEditor, equation: Any, atom: Any, sharding: Any) -> Any:
-    """Returns a block where a sharding says that it is along other mesh axes than those of the batch."""
+    """Constrains a block to the part of a sharding along the Auto axes."""
     sizes = editor.context.auto.sizes
     if not sizes or not hasattr(atom.aval, 'sharding') or isinstance(atom, Literal):
         return atom
@@ -56,11 +58,11 @@ def _constrained(editor: JaxprEditor, equation: Any, atom: Any, sharding: Any) -
 def placements_of_sharding(
     editor: JaxprEditor, equation: Any, value: Value, sharding: Any, *, moves: bool = False
 ) -> Placements:
-    """Returns the placements that a sharding says of a value. What it leaves open stays.
+    """Returns the placements of a value with a sharding. Unconstrained dimensions keep their placements.
 
     Args:
-        editor: the jaxpr that is partitioned.
-        equation: the equation that says so.
+        editor: the editor of the jaxpr.
+        equation: the equation that specifies the sharding.
         value: the value.
         sharding: the sharding.
         moves: whether the equation moves the value to the memory that the sharding names.
@@ -72,41 +74,42 @@ def placements_of_sharding(
     placements = placements_of_spec(
         sharding.spec, editor.context.mesh_axes, value.placements, value.shape, equation
     )
-    of_batch = editor.context.batch_dims.placements(value.var, editor.context.replicated)
-    if value.origin is not None and is_replicated(of_batch):  # state, which may be replicated so far
+    batch_placements = editor.context.batch_dims.placements(value.var, editor.context.replicated)
+    if value.origin is not None and is_replicated(batch_placements):  # state, possibly replicated before
         placements = tuple(map(state_placement, placements))
-    i = editor.context.microbatch_axis  # a layer in a pipeline runs on one microbatch, wherever it is
+    i = editor.context.microbatch_axis  # a pipelined layer runs on one microbatch
     return placements if i is None else (*placements[:i], value.placements[i], *placements[i + 1 :])
 
 
 def placements_of_spec(
     spec: PartitionSpec,
     mesh_axes: Mapping[str, int],
-    before: Placements,
+    unspecified: Placements,
     shape: Sequence[int],
     equation: Any = None,
 ) -> Placements:
-    """Returns the placements that a spec says.
+    """Returns the placements of a value with a spec.
 
     Args:
         spec: the spec.
-        mesh_axes: the batch axes, from the major one to the minor one, and their sizes.
-        before: the placements where dimensions are left open.
+        mesh_axes: the batch axes, from major to minor, and their sizes.
+        unspecified: the placements that unconstrained dimensions keep.
         shape: the shape of the value.
         equation: the equation, for errors.
     """
     axes, entries = [*mesh_axes], [*spec, *[None] * (len(shape) - len(spec))]
     open_dims = [dim for dim, entry in enumerate(entries) if entry is PartitionSpec.UNCONSTRAINED]
-    found: list[Placement] = [
-        x if open_dims and (not isinstance(x, Shard) or x.dim in open_dims) else REPLICATE for x in before
+    result: list[Placement] = [
+        x if open_dims and (not isinstance(x, Shard) or x.dim in open_dims) else REPLICATE
+        for x in unspecified
     ]
     for dim, entry in enumerate(entries):
         names = entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
-        # Of several axes, the order of the mesh counts: the values are the same in any order.
+        # Several axes shard a dimension in the order of the mesh, whatever the order in the spec.
         for axis in [axes.index(name) for name in names if name in axes]:
-            is_state = isinstance(before[axis], Shard) and before[axis].is_state  # type: ignore[union-attr]
-            found[axis] = Shard(dim, is_state)
-    counts = shard_counts(tuple(found), [*mesh_axes.values()], len(shape))
+            is_state = isinstance(unspecified[axis], Shard) and unspecified[axis].is_state  # type: ignore[union-attr]
+            result[axis] = Shard(dim, is_state)
+    counts = shard_counts(tuple(result), [*mesh_axes.values()], len(shape))
     if any(size % count for size, count in zip(shape, counts, strict=True)):
         raise CannotPartition(equation, f'{spec} splits {tuple(shape)} into blocks of different sizes')
-    return tuple(found)
+    return tuple(result)
