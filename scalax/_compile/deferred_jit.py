@@ -15,11 +15,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from scalax._compile.call.call_key import Call, is_concrete, type_fits_mesh
 from scalax._compile.call.placement import move_leaves
 from scalax._compile.call.placement_errors import reject_deleted
-from scalax._compile.tracebacks import HidingOurs
+from scalax._compile.tracebacks import HideInternalFrames
 from scalax._jax.tracing import is_compiled
 
 Given = TypeVar('Given')
-_hiding_ours = HidingOurs()
+_hiding_ours = HideInternalFrames()
 
 
 def called(

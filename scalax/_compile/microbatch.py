@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from scalax._compile.call.signature import name_of
 from scalax._compile.deferred_jit import called, compiled
-from scalax._compile.tracebacks import run_users
+from scalax._compile.tracebacks import run_user_function
 from scalax._core.context.constraints import apply_shardings, explicit_sharding
 from scalax._core.pytree import partition_specs
 from scalax._core.pytree.paths import NamedTree
@@ -117,7 +117,7 @@ def microbatch(
                 lambda key: jax.random.fold_in(key, index), {each: call.arguments[each] for each in keys}
             )
             call_of_part = inspect.BoundArguments(signature, {**call.arguments, **part, **own})
-            return run_users(fun, call_of_part.args, call_of_part.kwargs)
+            return run_user_function(fun, call_of_part.args, call_of_part.kwargs)
 
         # Compiled, because it is traced twice, for the types of the sums and in the loop; JAX runs the user's
         # code only once, since it finds the trace again.

@@ -19,7 +19,7 @@ from scalax._compile.call.call_key import Call
 from scalax._compile.call.resolve_arguments import resolve_arguments
 from scalax._compile.call.signature import CallSignature
 from scalax._compile.deferred_jit import called, compiled, placed
-from scalax._compile.tracebacks import run_users
+from scalax._compile.tracebacks import run_user_function
 from scalax._core.context.active_helper import ActiveHelper
 from scalax._core.context.constraints import apply_shardings, has_type, retyped_mesh, use_mesh
 from scalax._core.mesh import meshes
@@ -77,7 +77,7 @@ def shard_map(
 
             def body(*blocks: Any) -> tuple[Any, ...]:
                 with active:
-                    results = run_users(fun, *signature.restore(call.with_leaves(blocks)))
+                    results = run_user_function(fun, *signature.restore(call.with_leaves(blocks)))
                 # Raises about leaves that are not arrays.
                 resolve(None, results, mesh, mode=ResolveMode.BOUNDARY, where=_OUTPUTS.format(name))
                 outputs.append(jax.tree.map(jax.typeof, results))

@@ -1,4 +1,4 @@
-"""Tracebacks of errors that the user's function raises, without the frames of what runs it."""
+"""Tracebacks of errors from the user's functions, without scalax's internal frames."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 
 import jax
 
-_OURS = f'{Path(__file__).parent}{os.sep}'
+_INTERNAL = f'{Path(__file__).parent}{os.sep}'
 
 
-def run_users(fun: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """Runs a function of the user's. An error that passes through this frame comes from it."""
+def run_user_function(fun: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """Calls a user's function. An error whose traceback contains this frame comes from the function."""
     return fun(*args, **keywords)
 
 
-class HidingOurs:
-    """A context manager that takes the frames of scalax out of tracebacks of errors of the user's code.
+class HideInternalFrames:
+    """A context manager that removes scalax's frames from the tracebacks of errors in the user's code.
 
-    As JAX does with its own: ``jax_traceback_filtering='off'`` shows all.
+    JAX does the same with its frames. ``jax_traceback_filtering='off'`` shows all frames.
 
     Args:
-        codes: the code of functions that call the user's, other than `run_users`.
+        codes: the code objects of functions that call the user's code, besides `run_user_function`.
     """
 
     def __init__(self, *codes: types.CodeType) -> None:
-        self._codes = {run_users.__code__, *codes}
+        self._codes = {run_user_function.__code__, *codes}
 
     def __enter__(self) -> None:
         pass
@@ -38,7 +38,7 @@ class HidingOurs:
             self.hide(error)
 
     def hide(self, error: Exception) -> bool:
-        """Hides the frames if *error* comes from the user's code; returns whether it does."""
+        """Removes the frames if *error* comes from the user's code, and returns whether it does."""
         entries, entry = [], error.__traceback__
         while entry is not None:
             entries.append(entry)
@@ -46,9 +46,9 @@ class HidingOurs:
         if self._codes.isdisjoint(entry.tb_frame.f_code for entry in entries):
             return False
         if jax.config.jax_traceback_filtering != 'off':
-            kept = None
+            visible = None
             for entry in reversed(entries):
-                if not entry.tb_frame.f_code.co_filename.startswith(_OURS):
-                    kept = types.TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-            error.__traceback__ = kept
+                if not entry.tb_frame.f_code.co_filename.startswith(_INTERNAL):
+                    visible = types.TracebackType(visible, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+            error.__traceback__ = visible
         return True

@@ -192,7 +192,7 @@ def test_why_a_step_is_not_partitioned():
         'sin is not partitioned along its batch: on Explicit mesh axes, shardings are part of types; make a '
         'mesh of Auto axes'
     )
-    assert on(HELPER, RULE, None).startswith(f'{start}no argument looks like a batch, ')
+    assert on(HELPER, RULE, None).startswith(f'{start}no argument looks like a batch ')
 
 
 def test_an_operation_that_is_not_handled_is_named_with_its_line():

@@ -60,9 +60,9 @@ def test_what_is_a_batch(options, expected):
         *(
             (
                 {'batch_argnums': 1, **shardings},
-                'x of layer is named as a batch (batch_argnums, batch_argnames), and nothing shards it '
-                "(in_shardings, args_sharding_constraint): give it a spec such as PartitionSpec('data'), or "
-                'leave it out',
+                'batch_argnums or batch_argnames names x of layer as a batch, but neither in_shardings nor '
+                "args_sharding_constraint shards it: give it a spec such as PartitionSpec('data'), or leave "
+                'it out',
             )
             for shardings in (
                 {'in_shardings': (RULE, P())},

@@ -240,7 +240,7 @@ def test_without_jit():
         # These trace all the same.
         assert (
             str(step.explain_propagation(W, X))
-            == 'layer is not partitioned along its batch: jax.disable_jit is in force'
+            == 'layer is not partitioned along its batch: jax.disable_jit is active'
         )
         assert step.eval_shape(W, X).shape == X.shape
         assert HELPER.plan(step, W, X).totals

@@ -32,8 +32,8 @@ CASES = {
     'rules alone': (
         AUTO,
         {'in_shardings': (FSDP, FSDP)},
-        'no argument looks like a batch, which is sharded by specs alone, and comes with an argument that a '
-        'rule shards; and no constraint in the function shards a batch that it makes',
+        'no argument looks like a batch (sharded by a spec, while a rule shards another argument), and no '
+        'constraint in the function shards a batch that it makes',
         'name the batch: batch_argnums=1, or batch_argnames; or shard it by with_sharding_constraint where '
         'the function makes it',
     ),

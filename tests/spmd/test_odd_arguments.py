@@ -112,7 +112,7 @@ def test_several_batches_of_several_sizes():
 def test_examples_that_do_not_divide_stay_on_all_devices_where_that_is_asked_for(count):
     compiled = sjit(step, helper=LENIENT)
     report = compiled.explain_propagation(W, X[:count])
-    assert report.reason.startswith('no array of the arguments that batch_argnums')
+    assert report.reason.startswith('no array in the arguments of batch_argnums')
     assert_alike(compiled(W, X[:count]), step(W, X[:count]))
 
 

@@ -1,7 +1,7 @@
-"""The function that users call, generated with the parameters of their own function.
+"""The function that users call, generated with the parameters of the user's function.
 
-Python then binds positions, keywords and defaults in C. A wrapper with ``*args, **kwargs`` costs
-150-190 ns a call for the same, this one 15-85 ns.
+Python then binds positional arguments, keywords and defaults in C, which takes 15-85 ns a call. A wrapper
+with ``*args, **kwargs`` would take 150-190 ns.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ def {name}({parameters}):
 def generate_caller(signature: CallSignature, dispatcher: Any) -> FunctionType:
     """Builds the function that users call.
 
-    It reads the program once, because another thread may replace it before the error is looked at.
+    The generated code reads ``fast_call`` once, because another thread may replace it before an error is
+    handled.
 
     Args:
-        signature: how the user's function is called.
-        dispatcher: has ``fast_call``, the program that calls try first, None before the first call;
-            ``explain_or_retry(error, fast_call, flat_args)``, whether an error means that another program is
-            needed; and ``dispatch(flat_args)``, which finds or makes it.
+        signature: the parameters of the user's function.
+        dispatcher: a `Dispatcher`. Its ``fast_call`` is the program that calls try first, or None before the
+            first call. If that raises, ``explain_or_retry(error, fast_call, flat_args)`` returns whether
+            ``dispatch(flat_args)`` may serve the call.
     """
-    # Named in the source: Python calls a function faster if its code was never replaced.
+    # The source contains the name: Python calls a function faster if its code object was never replaced.
     name = signature.name
     if not name.isidentifier() or keyword.iskeyword(name):
         name = 'sjit_function'
-    flat_args = ', '.join([_slots(each, signature) for each in signature.parameters])
+    flat_args = ', '.join([_slots(parameter, signature) for parameter in signature.parameters])
     source = _SOURCE.format(
         name=name,
-        parameters=_declared(signature),
+        parameters=_parameter_list(signature),
         flat_args=flat_args,
         tuple=f'{flat_args},' if flat_args else '',
     )
@@ -56,12 +57,12 @@ def generate_caller(signature: CallSignature, dispatcher: Any) -> FunctionType:
         '_scalax_Exception': Exception,  # which may be the name of a parameter
     }
     exec(compile(source, f'<scalax sjit of {name}>', 'exec'), namespace)
-    # Without itself among its globals it is no reference cycle, and is freed with the last reference to it.
+    # Removed from its globals, the function is not a reference cycle: it is freed with its last reference.
     return namespace.pop(name)
 
 
-def _declared(signature: CallSignature) -> str:
-    """The parameters of the generated function as source text."""
+def _parameter_list(signature: CallSignature) -> str:
+    """Returns the parameters of the generated function as source text."""
     empty = inspect.Parameter.empty
     parameters = [
         parameter.replace(annotation=empty, default=empty if parameter.default is empty else OMITTED)
@@ -71,7 +72,7 @@ def _declared(signature: CallSignature) -> str:
 
 
 def _slots(parameter: inspect.Parameter, signature: CallSignature) -> str:
-    """The slots of a parameter as source text."""
+    """Returns the expression for the slots of a parameter as source text."""
     if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
         return f'*{parameter.name}'
     if parameter.name == signature.keywords and (signature.static_keywords or signature.donated_keywords):

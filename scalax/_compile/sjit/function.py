@@ -152,7 +152,7 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
             if len(args) == len(placed):  # calls find what is compiled of this
                 return program.jitted.trace(*placed)
             typed = Call(self._dispatcher.signature, placed)
-            return _trace_as_called(program, typed, entry.arguments, len(args), list(kwargs))
+            return _trace_as_called(program, typed, entry.argument_shardings, len(args), list(kwargs))
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The outputs as ``jax.ShapeDtypeStruct``; nothing is computed."""
@@ -188,10 +188,10 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         call = Call(self._dispatcher.signature, flat_args)
         inputs = tuple(
             call.treedefs[slot].unflatten(shardings)
-            for slot, shardings in call.by_slot(entry.arguments).items()
+            for slot, shardings in call.by_slot(entry.argument_shardings).items()
             if flat_args[slot] is not OMITTED
         )
-        return inputs, entry.out_tree.unflatten(entry.outputs or ())
+        return inputs, entry.out_tree.unflatten(entry.output_shardings or ())
 
     def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Self:
         """This function, after a check of the arguments; JAX takes it as one of ``jax.jit``."""
@@ -282,7 +282,7 @@ def argument_shardings(
 ) -> Shardings:
     """The shardings that rules give the leaves of a call."""
     _, entry, _ = function._dispatcher.prepare(function._flatten(args, kwargs))
-    return entry.arguments
+    return entry.argument_shardings
 
 
 def with_options(

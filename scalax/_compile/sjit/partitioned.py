@@ -1,4 +1,4 @@
-"""A call whose step is partitioned along the axes of its batch (`scalax._spmd`)."""
+"""The trace of a call that is partitioned along the mesh axes of its batch (`scalax._spmd`)."""
 
 from __future__ import annotations
 
@@ -35,23 +35,26 @@ def run_partitioned(
     options: BatchPartitioning,
     pipeline: Pipeline | None = None,
 ) -> tuple[Sequence[Any], PartitionedStep | str, PipelinedLoops]:
-    """Returns the leaves of the outputs of a step, the step that each device runs, or why there is none, and
-    its pipelines.
+    """Partitions a step along its batch and runs it.
 
-    A step that cannot be partitioned runs as it is, with a warning.
+    A step that cannot be partitioned runs unchanged, with a warning.
 
     Args:
-        jaxpr: that of the step.
+        jaxpr: the jaxpr of the step.
         call: the call.
         flat_args: its arguments, values of a trace.
-        inputs: the shardings of the leaves of the arguments.
-        outputs: those of the leaves of the outputs.
-        result_paths: the paths of these.
-        batch: what is known of the batch.
-        mesh: a mesh of Auto axes, in force.
+        inputs: the sharding of each leaf of the arguments.
+        outputs: the sharding of each leaf of the outputs.
+        result_paths: the path of each leaf of the outputs.
+        batch: the batch among the arguments.
+        mesh: the active mesh, of Auto axes.
         on_gradient: called when JAX differentiates the step from outside.
-        options: what the user chooses.
-        pipeline: the pipelines that the user asks for, along an axis of several devices.
+        options: the user's options.
+        pipeline: the user's pipeline, along an axis of several devices.
+
+    Returns:
+        The leaves of the outputs; the partitioned step, or the reason why the step is not partitioned; and
+        its pipelines.
     """
     name = call.signature.name
     dynamic = [value for i, value in enumerate(flat_args) if i not in call.layout.static]
@@ -59,8 +62,8 @@ def run_partitioned(
     values = jax.tree.leaves(dynamic) + captured
     axes = [axis for axis in mesh.axis_names if axis in batch.batch_axes]
     arguments = [
-        StepArgument(_spec(to), is_batch=batch.example_dim(i) is not None, path=call.path(i))
-        for i, to in enumerate(inputs)
+        StepArgument(_spec(sharding), is_batch=batch.example_dim(i) is not None, path=call.path(i))
+        for i, sharding in enumerate(inputs)
     ]
     arguments += [StepArgument(None, is_batch=False, path='a value of an outer trace')] * len(captured)
     abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
@@ -68,17 +71,20 @@ def run_partitioned(
     find = None
     if pipeline is not None:
         axes = [*[axis for axis in axes if axis != pipeline.axis], pipeline.axis]
-        arguments = [*_over_stages(arguments, batch, axes, pipeline, abstract.shape[pipeline.axis])]
-        find = functools.partial(_pipelines, batch, len(captured), abstract, pipeline, loops)
+        arguments = [*_shard_over_stages(arguments, batch, axes, pipeline, abstract.shape[pipeline.axis])]
+        find = functools.partial(_find_pipelines, batch, len(captured), abstract, pipeline, loops)
     try:
         states = result_states(closed, [None if x.is_batch else x.path for x in arguments], result_paths)
-        results = [_result(_spec(to), state, arguments) for to, state in zip(outputs, states, strict=True)]
+        results = [
+            _step_result(_spec(sharding), state, arguments)
+            for sharding, state in zip(outputs, states, strict=True)
+        ]
         step = partition_step(closed, arguments, results, abstract, axes, options, find_pipelines=find)
     except StagesError:
         raise
     except CannotPartition as error:
         return bind_as_jit(closed, values, name), _warn(name, error), ()
-    except Exception as error:  # noqa: BLE001 - a mistake of the partitioner must not end a program
+    except Exception as error:  # noqa: BLE001 - a bug in the partitioner must not stop a program
         problem = CannotPartition(None, f'{type(error).__name__}: {error}')
         problem.__cause__ = error
         return bind_as_jit(closed, values, name), _warn(name, problem), ()
@@ -88,28 +94,30 @@ def run_partitioned(
         return [*run_step(step, values, mesh, name)]
 
     @run.defjvp
-    def differentiated(values: Any, tangents: Any) -> Any:
+    def jvp(values: Any, tangents: Any) -> Any:
         on_gradient()
         if pipeline is not None:
             raise StagesError(
                 'cannot differentiate through a pipelined function: every tick would save its activations\n'
                 'What to do: take the gradient inside: helper.sjit(jax.value_and_grad(loss), pipeline=...).'
             )
-        # What devices exchange is not differentiated: a sum over them would be counted once for each.
+        # The original jaxpr is differentiated: the gradient of an all-reduce would count once per device.
         return jax.jvp(lambda *values: [*bind_as_jit(closed, values, name)], values, tangents)
 
     return run(*values), step, loops
 
 
-def _over_stages(
+def _shard_over_stages(
     arguments: Sequence[StepArgument],
     batch: BatchArguments,
     axes: Sequence[str],
     pipeline: Pipeline,
     count: int,
 ) -> Iterator[StepArgument]:
-    """The arguments of a step with pipelines: each stage has a share of the batch outside of these, if
-    microbatches divide by stages.
+    """Yields the arguments of a step with pipelines, with the batch sharded over the stages as well.
+
+    Outside of the pipelines each stage then has a share of the examples. If the number of microbatches does
+    not divide by the number of stages, all stages have all examples.
     """
     for i, argument in enumerate(arguments):
         if not argument.is_batch or argument.spec is None:
@@ -122,58 +130,61 @@ def _over_stages(
         yield argument._replace(spec=PartitionSpec(*entries))
 
 
-def _pipelines(
+def _find_pipelines(
     batch: BatchArguments, captured: int, mesh: AbstractMesh, pipeline: Pipeline, loops: list[Any], jaxpr: Any
 ) -> tuple[Any, Mapping[int, Any]]:
-    """The jaxpr of a step, and its loops over layers that run as pipelines; *loops* gets what plans say."""
+    """Returns the jaxpr of a step, and the scans over layers that run as pipelines.
+
+    Appends the pipelined loops to *loops*, for plans.
+    """
     from scalax._spmd.pipelines.find_pipelines import (
         find_pipelines,  # here, because few functions have pipelines
     )
 
-    more = [()] * captured
-    known = dataclasses.replace(
-        batch, shardings=[*batch.shardings, *more], state_shardings=[*batch.state_shardings, *more]
+    unsharded = [()] * captured
+    arguments = dataclasses.replace(
+        batch, shardings=[*batch.shardings, *unsharded], state_shardings=[*batch.state_shardings, *unsharded]
     )
-    jaxpr, found, told = find_pipelines(jaxpr, known, dict(mesh.shape), pipeline)
-    loops += told
-    return jaxpr, found
+    jaxpr, pipelines, pipelined_loops = find_pipelines(jaxpr, arguments, dict(mesh.shape), pipeline)
+    loops += pipelined_loops
+    return jaxpr, pipelines
 
 
 def warn_types(name: str, types: Sequence[Any]) -> str:
-    """Warns that a step is not partitioned because it takes or returns values that are no arrays.
+    """Warns that a step is not partitioned because it takes or returns values that are not arrays.
 
     Returns:
         The reason.
     """
-    what = ', '.join(
-        sorted({kind.__name__ if isinstance(kind, type) else type(kind).__name__ for kind in types})
-    )
-    why = f'it takes or returns values that are no arrays ({what})'
-    return _warn(name, CannotPartition(None, why, 'keep them outside of the step'))
+    names = sorted({aval.__name__ if isinstance(aval, type) else type(aval).__name__ for aval in types})
+    reason = f'it takes or returns values that are not arrays ({", ".join(names)})'
+    return _warn(name, CannotPartition(None, reason, 'keep them outside of the step'))
 
 
 def _warn(name: str, error: CannotPartition) -> str:
-    """Warns that a step is not partitioned, and returns why."""
+    """Warns that a step is not partitioned, and returns the reason."""
     from scalax._jaxpr.source_lines import line_of  # here, because hardly any step fails
 
-    at = '' if error.equation is None else f' ({line_of(error.equation)})'
+    location = '' if error.equation is None else f' ({line_of(error.equation)})'
     remedy = f'{error.remedy}, or turn partitioning off with batch_argnums=()'
     if error.__cause__ is not None:
         remedy = 'report this, which is a bug in scalax; batch_argnums=() turns partitioning off'
     warn(
-        f'{name} is not partitioned along its batch: {error.reason}{at}. It runs as jax.jit runs it, and '
-        f'the compiler alone decides how activations are sharded.\nWhat to do: {remedy}.',
+        f'{name} is not partitioned along its batch: {error.reason}{location}. It runs as jax.jit runs it, '
+        f'and the compiler alone decides how activations are sharded.\nWhat to do: {remedy}.',
         PartitioningWarning,
     )
-    return f'{error.reason}{at}'
+    return f'{error.reason}{location}'
 
 
 def _spec(sharding: Any) -> Any:
     return sharding.spec if isinstance(sharding, NamedSharding) else None
 
 
-def _result(spec: PartitionSpec | None, state: ResultState, arguments: Sequence[StepArgument]) -> StepResult:
-    """Returns what is known of a result that is state, or the gradient of it."""
+def _step_result(
+    spec: PartitionSpec | None, state: ResultState, arguments: Sequence[StepArgument]
+) -> StepResult:
+    """Returns the description of a result, which may be updated state, or a gradient of state."""
     path = arguments[state.arguments[0]].path if len(state.arguments) == 1 else None
     specs = {arguments[i].spec for i in state.arguments}
     return StepResult(spec, path, specs.pop() if len(specs) == 1 else None, state.distance)

@@ -1,13 +1,13 @@
-"""A program: the ``jax.jit`` of one set of shardings, and the calls that it serves.
+"""Programs, each the ``jax.jit`` of one set of shardings, and the tables that find the program of a call.
 
 A call is served by the program of its `CallKey`. Calls whose rules resolve to the same shardings share a
-program, so that a batch of another length costs no more than it does
-under ``jax.jit``. While JAX traces a program, its function checks that the key is one of the program's own,
-and raises `WrongProgram` if not; what JAX has cached was checked when it was traced. So a call may try any
-program first, and the last one used is nearly always right.
+program, so that a batch of another length costs no more than under ``jax.jit``. While JAX traces a program,
+the traced function checks that the key belongs to the program, and raises `WrongProgram` otherwise. JAX's
+cache holds only traces that passed this check. So a call may try any program first, and the last used program
+is nearly always the right one.
 
-A new key does not raise where the program turns out to be right for it: JAX's C++ dispatch never takes the
-fast path again for a call whose first trace raised.
+If the program turns out to be right for a new key, the trace must not raise: JAX's C++ dispatch never uses
+its fast path again for a call whose first trace raised.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class WrongProgram(Exception):
 
 
 def compress(treedef: Any, shardings: Shardings) -> Any:
-    """A tree of shardings in the least specific form: None or one sharding where all agree.
+    """Returns a tree of shardings in its most general form: one sharding, or None, if all leaves agree.
 
-    The fewer structures a program names, the more signatures can share it.
+    A program whose shardings do not name a tree structure can serve calls of several structures.
     """
     distinct = set(shardings)
     if distinct <= {None}:
@@ -53,7 +53,7 @@ def compress(treedef: Any, shardings: Shardings) -> Any:
 
 
 def expand(form: Any) -> Any:
-    """The tree of shardings for jax.jit, from the result of `compress`."""
+    """Returns the tree of shardings for ``jax.jit`` from the result of `compress`."""
     if not isinstance(form, tuple):
         return form
     treedef, shardings = form
@@ -61,21 +61,22 @@ def expand(form: Any) -> Any:
 
 
 class Program:
-    """A jitted function, and what a call does before it.
+    """A jitted function, with the checks and transfers before each call.
 
     Args:
         signature: the parameters of the user's function.
         layout: the slots of the calls.
-        flat_function: the function that is jitted; takes the arguments slot by slot. Its ``token`` is an
-            object by which it knows its program.
-        arguments: its ``in_shardings``: for each dynamic slot a result of `compress`.
+        flat_function: the function to jit. It takes the arguments slot by slot. Its ``token`` is an object
+            that identifies its program.
+        in_shardings: for each dynamic slot a result of `compress`.
         options: other options of ``jax.jit``.
-        guards: whether it runs on several devices, where some versions of JAX need a look at arguments.
+        on_several_devices: whether the program runs on several devices. Some versions of JAX then crash on
+            deleted arguments, so that each call has to check them.
 
     Attributes:
-        options: as given.
-        jitted: the ``jax.jit``; XLA compiles it when it first runs.
-        call: what a call runs: `jitted`, behind the checks that JAX needs.
+        options: the other options of ``jax.jit``.
+        jitted: the ``jax.jit``. XLA compiles it at the first run.
+        call: runs `jitted` after the necessary checks and transfers.
     """
 
     def __init__(
@@ -83,58 +84,62 @@ class Program:
         signature: CallSignature,
         layout: CallLayout,
         flat_function: Callable[..., Any],
-        arguments: Sequence[Any],
+        in_shardings: Sequence[Any],
         options: Mapping[str, Any],
-        guards: bool,
+        on_several_devices: bool,
     ) -> None:
         self.layout, self.flat_function = layout, flat_function
         self._signature, self.options = signature, options
-        # The shardings to which calls place host data, by slot, in the form of `compress`. They may be None
-        # among *arguments*: what is placed already has a type, which then holds its sharding.
-        self._host_data: dict[int, Any] = {}
-        if arguments.count(None) < len(arguments):
-            options = {**options, 'in_shardings': tuple(map(expand, arguments))}
+        # By slot, the shardings to which calls place host data, in the form of `compress`. The same slot may
+        # have no sharding in *in_shardings*, because the type of placed arrays may hold their sharding.
+        self._host_data_shardings: dict[int, Any] = {}
+        if in_shardings.count(None) < len(in_shardings):
+            options = {**options, 'in_shardings': tuple(map(expand, in_shardings))}
         self.jitted: Any = jax.jit(
             flat_function, static_argnums=layout.static, donate_argnums=layout.donated, **options
         )
-        self.call: Callable[..., Any] = self._guarded() if DELETED_ARGUMENTS_CRASH and guards else self.jitted
-        self._call_placed = self.call  # without the placing of host data
+        needs_checks = DELETED_ARGUMENTS_CRASH and on_several_devices
+        self.call: Callable[..., Any] = self._with_checks() if needs_checks else self.jitted
+        self._call_placed = self.call  # for arguments without host data
 
     def place_host_data(self, shardings: Mapping[int, Any], policy: ReshardPolicy) -> None:
-        """Makes calls place host data in these slots before JAX sees it, by *shardings* (`compress`).
+        """Makes calls place host data in some slots before they run the program.
 
-        Where types hold shardings, host data would be typed as unsharded: each call would be traced, refused
-        and dispatched. For calls of another key the shardings may be wrong, which the check inside the trace
-        finds.
+        Where types hold shardings, host data would have an unsharded type: JAX would trace and reject each
+        call. For calls with another key these shardings may be wrong, which the check inside the trace finds.
+
+        Args:
+            shardings: the shardings of the data by slot, in the form of `compress`.
+            policy: which leaves are moved.
         """
-        if shardings.items() <= self._host_data.items():
+        if shardings.items() <= self._host_data_shardings.items():
             return
         call_placed = self._call_placed
-        self._host_data = forms = {**self._host_data, **shardings}
+        self._host_data_shardings = by_slot = {**self._host_data_shardings, **shardings}
 
-        def placed(*flat_args: Any) -> Any:
-            found = list(flat_args)
-            for slot, form in forms.items():
+        def place_and_call(*flat_args: Any) -> Any:
+            placed_args = list(flat_args)
+            for slot, form in by_slot.items():
                 leaves = jax.tree.leaves(flat_args[slot])
-                wanted = form[1] if isinstance(form, tuple) else [form] * len(leaves)
-                if moving := target_shardings(leaves, wanted, policy):
-                    found[slot] = move_leaves(flat_args[slot], moving)
-            return call_placed(*found)
+                slot_shardings = form[1] if isinstance(form, tuple) else [form] * len(leaves)
+                if targets := target_shardings(leaves, slot_shardings, policy):
+                    placed_args[slot] = move_leaves(flat_args[slot], targets)
+            return call_placed(*placed_args)
 
-        self.call = placed
+        self.call = place_and_call
 
-    def _guarded(self) -> Callable[..., Any]:
-        """The ``jax.jit`` behind a look at deleted arguments and those that are donated twice."""
+    def _with_checks(self) -> Callable[..., Any]:
+        """Returns the jitted function preceded by checks for deleted arguments and double donation."""
         jitted, layout, signature, leaves_of = self.jitted, self.layout, self._signature, jax.tree.leaves
         is_deleted = operator.methodcaller('is_deleted')
 
         def call(*flat_args: Any) -> Any:
             leaves = leaves_of(flat_args)
             try:
-                gone = any(map(is_deleted, leaves))
+                may_be_deleted = any(map(is_deleted, leaves))
             except (AttributeError, TypeError):  # numpy data, numbers or tracers among the leaves
-                gone = True
-            if gone:
+                may_be_deleted = True
+            if may_be_deleted:
                 reject_deleted(Call(signature, flat_args))
             if layout.donated and len(set(map(id, leaves))) < len(leaves):
                 reject_donated_twice(Call(signature, flat_args))
@@ -156,66 +161,66 @@ class Pipelines(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Entry:
-    """What is known of the calls of one key, filled in in this order.
+class TraceCacheEntry:
+    """The shardings, trace and program of all calls with one key, filled in in this order.
 
-    The thread that traces the key holds the lock. It is re-entrant, so that a function that calls itself gets
-    an error. Two threads wait for each other for ever only if two functions call each other with the same
-    keys, which no single thread could trace either.
+    The thread that traces the function for the key holds the lock. The lock is re-entrant, so that a function
+    that calls itself gets an error. Two threads can deadlock only if two functions call each other with the
+    same keys, which a single thread could not trace either.
 
     Attributes:
         key: the key.
-        arguments: the shardings of the arguments; None until the rules were asked. In the key of placed
-            arrays they may be None: their types hold the sharding. Host data has a separate key, whose
-            shardings are the target.
-        batch: which arguments are the batch; None if none is.
-        pipelines: its pipelines; None without stages.
-        partitioned: the step on the blocks of each device, or why it is not partitioned; None if nothing of
-            it is known to be a batch.
+        argument_shardings: the shardings of the arguments, or None before the rules are resolved. For the key
+            of placed arrays a sharding may be None, if the array's type holds it. Host data has another key,
+            whose shardings are the ones to place it with.
+        batch: the batch among the arguments, or None.
+        pipelines: the pipelines of the function, or None.
+        partitioned: the partitioned step, or the reason why the step is not partitioned. None without a
+            batch.
         gradient_outside: whether JAX has differentiated the function from outside.
-        outputs: the shardings of the outputs; None until the function was traced.
-        out_tree: the structure of the outputs.
-        jaxpr: the jaxpr of the function, which later traces replay; None if it cannot be kept.
-        kinds: the kinds of values that it was traced with.
-        on_devices: whether the outputs are constrained to the devices of the mesh, which JAX does not know
-            otherwise.
-        program: the program that serves the key; None until the function was traced.
-        outputs_checked: whether a call has looked at where the outputs are.
-        tracing: whether it is traced now.
-        lock: held meanwhile.
+        output_shardings: the shardings of the outputs, or None before the trace.
+        out_tree: the tree structure of the outputs.
+        jaxpr: the jaxpr of the function, which later traces replay, or None if it cannot be replayed.
+        value_kinds: the kinds of argument values for which the jaxpr is valid.
+        constrains_outputs: whether the outputs are constrained to the devices of the mesh, because JAX could
+            not determine the devices otherwise.
+        program: the program that serves the key, or None before the trace.
+        outputs_checked: whether the devices of a call's outputs have been checked.
+        tracing: whether the function is being traced for this key.
+        lock: held during the trace.
     """
 
     key: CallKey
-    arguments: Any = None
+    argument_shardings: Any = None
     batch: BatchArguments | None = None
     pipelines: Pipelines | None = None
     partitioned: PartitionedStep | str | None = None
     gradient_outside: bool = False
-    outputs: Shardings | None = None
+    output_shardings: Shardings | None = None
     out_tree: Any = None
     jaxpr: Any = None
-    kinds: Any = None
-    on_devices: bool = False
+    value_kinds: Any = None
+    constrains_outputs: bool = False
     program: Program | None = None
     outputs_checked: bool = False
     tracing: bool = False
     lock: Any = dataclasses.field(default_factory=threading.RLock)
 
-    def note_gradient(self) -> None:
-        """Takes note that JAX differentiates the function from outside."""
+    def record_gradient(self) -> None:
+        """Records that JAX differentiates the function from outside."""
         self.gradient_outside = True
 
 
 class ProgramTable:
-    """The programs of calls by partial key, for functions of several programs.
+    """Finds the program of a call by a partial key, for functions with several programs.
 
     A partial key is the tree structure of the arguments, the shape and dtype of each leaf, and the static
-    values. It costs a fraction of a `CallKey`, which is computed where a partial key is new, or where calls
-    of several programs have the same one (they differ in the trace context).
+    values. It costs a fraction of a `CallKey`. The `CallKey` is computed only if the partial key is new, or
+    ambiguous: calls that differ in the trace context have equal partial keys.
 
     Args:
-        find_by_key: finds the program of a call by its `CallKey`, or None.
-        wrong_program: makes the exception to raise for a call whose program is not known.
+        find_by_key: returns the program of a call by its `CallKey`, or None if there is none yet.
+        wrong_program: returns the exception to raise for a call without a program.
     """
 
     def __init__(
@@ -223,19 +228,19 @@ class ProgramTable:
     ) -> None:
         self._find_by_key, self._wrong_program = find_by_key, wrong_program
         self._layouts: dict[int, CallLayout] = {}
-        self._programs: dict[Any, Program | None] = {}  # None: of several programs
+        self._programs: dict[Any, Program | None] = {}  # None for an ambiguous key
 
     def add(self, flat_args: Sequence[Any], program: Program) -> None:
-        """Notes the program of a call."""
+        """Records the program of a call."""
         if len(self._programs) >= lru_cache.SIZE:
             self._programs.clear()
         self._layouts[len(flat_args)] = program.layout
         key = _partial_key(program.layout, flat_args)
-        if self._programs.setdefault(key, program) is not program:  # None marks it as ambiguous for ever
+        if self._programs.setdefault(key, program) is not program:
             self._programs[key] = None
 
     def find(self, flat_args: Sequence[Any]) -> Program | None:
-        """The program for a call, or None."""
+        """Returns the program of a call, or None if there is none yet."""
         try:
             program = self._programs.get(_partial_key(self._layouts[len(flat_args)], flat_args))
             if program is None:
@@ -243,7 +248,7 @@ class ProgramTable:
                 if program is not None:
                     self.add(flat_args, program)
             return program
-        except Exception:  # noqa: BLE001 - of calls that nothing serves, which `dispatch` explains
+        except Exception:  # noqa: BLE001 - the call is invalid, and `dispatch` raises about it
             return None
 
     def __call__(self, *flat_args: Any) -> Any:

@@ -1,8 +1,8 @@
-"""How a user's function runs, with the helper's mesh and bindings in force: traced, replayed, or inline.
+"""Execution of a user's function with the helper's mesh and bindings active: traced, replayed, or inline.
 
-JAX types an array that is placed on a mesh differently from one that is not, even on Auto axes: the same
-call with numpy and with placed arguments is traced twice. The second time the user's code need not run:
-the jaxpr of the first trace is replayed. A jaxpr may depend on everything that JAX keeps in its trace
+Even on Auto axes, the type of an array on a mesh differs from the type of an array without a mesh. So the
+same call is traced twice, with numpy arguments and with placed arguments. The second time the user's code
+does not run again: the jaxpr of the first trace is replayed. A jaxpr may depend on everything in JAX's trace
 context (precision, x64, the mesh, the bindings of annotations ...), which is part of the `CallKey`.
 """
 
@@ -24,8 +24,8 @@ from scalax._compile.call.placement_errors import reject_foreign_types
 from scalax._compile.call.resolve_arguments import FunctionRules
 from scalax._compile.call.signature import CallLayout
 from scalax._compile.sjit import partitioned
-from scalax._compile.sjit.batch_arguments import batch_made_inside, batch_of
-from scalax._compile.sjit.program_table import Entry, Pipelines
+from scalax._compile.sjit.find_batch import find_batch, find_batch_made_inside
+from scalax._compile.sjit.program_table import Pipelines, TraceCacheEntry
 from scalax._core.context import active_helper
 from scalax._core.context.constraints import (
     apply_shardings,
@@ -43,46 +43,48 @@ from scalax.errors import MeshError, StagesError, UnusedAnnotationWarning, did_y
 from scalax.interop._module_updates import ModuleUpdates
 
 
-def record(entry: Entry, traced: jax.stages.Traced) -> None:
-    """Keeps the jaxpr of the first trace of a key."""
+def record(entry: TraceCacheEntry, traced: jax.stages.Traced) -> None:
+    """Stores the outputs' structure and the jaxpr of the first trace of a key."""
     entry.out_tree = traced.out_tree
-    # Values of an outer trace that the function closes over end with that trace; JAX makes them further
-    # inputs.
+    # Values of an outer trace that the function closes over are additional inputs of the jaxpr. They cannot
+    # be used after that trace, so the jaxpr is not stored.
     if len(traced.jaxpr.in_avals) == len(entry.key.types):
-        entry.jaxpr, entry.kinds = traced.jaxpr, _kinds(traced.jaxpr.in_avals)
+        entry.jaxpr, entry.value_kinds = traced.jaxpr, _value_kinds(traced.jaxpr.in_avals)
 
 
-def _kinds(types: Sequence[Any]) -> list[Any]:
-    """The part of types that no rule depends on, and a traced function may."""
-    # A trace may depend on more of an opaque type: it equals nothing.
+def _value_kinds(avals: Sequence[Any]) -> list[Any]:
+    """Returns the properties of types that are not in the `CallKey`, but on which a trace may depend."""
+    # A trace may depend on other properties of an opaque type. A new object is unequal to all others.
     return [
-        (type(kind).__name__, memory_space(kind))
-        if isinstance(kind, jax.core.ShapedArray) or not is_opaque(kind)
+        (type(aval).__name__, memory_space(aval))
+        if isinstance(aval, jax.core.ShapedArray) or not is_opaque(aval)
         else object()
-        for kind in types
+        for aval in avals
     ]
 
 
 class TracedFunction:
-    """Runs the user's function while JAX traces it or where it is called, or replays its jaxpr.
+    """Runs the user's function while JAX traces it, replays its jaxpr, or runs it inline.
 
     Args:
         helper: the helper of the mesh.
-        fun: the user's function; it and the helper are held weakly, and callers hold them.
+        fun: the user's function.
         rules: the rules of the function.
+
+    The helper and the function are held weakly. Callers hold strong references.
     """
 
     def __init__(
         self, helper: active_helper.MeshOwner, fun: Callable[..., Any], rules: FunctionRules
     ) -> None:
-        self._helper, self._fun, self._rules = weakref.ref(helper), _weakly(fun), rules
+        self._helper, self._fun, self._rules = weakref.ref(helper), _weak_reference(fun), rules
         self._source = _source_of(fun)
         mesh = rules.mesh
         self._mesh = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-        self._names = rules.options.annotation_shardings
-        self._asked: set[str] = set()
-        # Held, because JAX finds traces by the identity of their context.
-        self._keep = functools.lru_cache(maxsize=lru_cache.SIZE)(lambda context: context)
+        self._bindings = rules.options.annotation_shardings
+        self._used_names: set[str] = set()  # names of annotations in the function
+        # Keeps contexts alive, because JAX finds traces by the identity of their context.
+        self._cached_context = functools.lru_cache(maxsize=lru_cache.SIZE)(lambda context: context)
         self._warned = False
 
     @property
@@ -92,97 +94,102 @@ class TracedFunction:
         assert helper is not None
         return helper
 
-    def run(self, call: Call, entry: Entry) -> Any:
-        """Returns the outputs of a call; notes how they are sharded, and how the step is partitioned."""
-        if jax.config.jax_disable_jit:  # arrays with shardings of their own, and nothing traced
-            return self._sharded(call, entry)
+    def run(self, call: Call, entry: TraceCacheEntry) -> Any:
+        """Returns the outputs of a call, and records their shardings and the partitioning in *entry*."""
+        if jax.config.jax_disable_jit:  # the arguments are arrays with shardings, and nothing is traced
+            return self._run_sharded(call, entry)
         ambient = jax.sharding.get_abstract_mesh()
         if not ambient.empty and ambient.size != self._mesh.size:
             raise MeshError(
-                f'{call.signature.name} is compiled for a mesh of {self._mesh.size} devices, and is called '
-                f'in a function for one of {ambient.size}, or under jax.set_mesh of one: call it outside'
+                f'{call.signature.name} is compiled for a mesh of {self._mesh.size} devices, but is called '
+                f'under a mesh of {ambient.size} (of an enclosing function, or of jax.set_mesh): call it '
+                'outside of that'
             )
         if entry.key.any_explicit:
             reject_foreign_types(call, self._mesh)
-        # For operations in the user's code that need a mesh in force.
+        # Some operations in the user's code need an active mesh.
         with jax.sharding.use_abstract_mesh(self._mesh):
-            return self._sharded(call, entry)
+            return self._run_sharded(call, entry)
 
-    def _sharded(self, call: Call, entry: Entry) -> Any:
-        outputs = self._outputs(call, entry)
-        if entry.on_devices and is_compiled():
+    def _run_sharded(self, call: Call, entry: TraceCacheEntry) -> Any:
+        outputs = self._run_or_replay(call, entry)
+        if entry.constrains_outputs and is_compiled():
             outputs = constrain_to_devices(outputs, self._rules.mesh)
-        if entry.outputs is None:
-            entry.outputs = self._rules.outputs(outputs, call, entry.arguments)
-        # The out_shardings of a jit change no types, and are ignored where it is traced.
-        return apply_shardings(outputs, entry.outputs) if self._rules.any_explicit else outputs
+        if entry.output_shardings is None:
+            entry.output_shardings = self._rules.outputs(outputs, call, entry.argument_shardings)
+        # The out_shardings of a jit do not change types, and JAX ignores them inside another trace.
+        return apply_shardings(outputs, entry.output_shardings) if self._rules.any_explicit else outputs
 
-    def _outputs(self, call: Call, entry: Entry) -> Any:
-        # There are values instead of tracers under jax.disable_jit, and where JAX looks for a nan: then the
-        # user's lines should run.
+    def _run_or_replay(self, call: Call, entry: TraceCacheEntry) -> Any:
+        # Under jax.disable_jit, and when JAX searches for a nan, the leaves are values, not tracers, and
+        # the user's code must run.
         traced = not [leaf for leaf in call.leaves if not isinstance(leaf, jax.core.Tracer)]
-        if traced and entry.jaxpr is not None and entry.kinds == _kinds([*map(type_of, call.leaves)]):
-            with self._context_entered():
+        if (
+            traced
+            and entry.jaxpr is not None
+            and entry.value_kinds == _value_kinds([*map(type_of, call.leaves)])
+        ):
+            with self._active_context():
                 return jax.tree.unflatten(entry.out_tree, rewriting.eval_jaxpr(entry.jaxpr, call.leaves))
         constraints, flat_args = self._rules.constraints(call), call.flat_args
-        inside, entry.batch, entry.pipelines, entry.partitioned = entry.arguments, None, None, None
+        inside, entry.batch, entry.pipelines, entry.partitioned = entry.argument_shardings, None, None, None
         if constraints is not None:
             flat_args = call.with_leaves(apply_shardings(call.leaves, constraints))
-            pairs = zip(constraints, entry.arguments, strict=True)
-            inside = [then if now is None else now for now, then in pairs]
+            pairs = zip(constraints, entry.argument_shardings, strict=True)
+            inside = [sharding if constraint is None else constraint for constraint, sharding in pairs]
         if self._rules.partition_batch or self._rules.signature.has_explicit_batch:
-            entry.batch = batch_of(self._rules, call, inside)
+            entry.batch = find_batch(self._rules, call, inside)
         pipeline = self._pipeline(entry)
         may_be_partitioned = entry.batch is not None or self._may_make_batch(inside)
-        # Where jax.disable_jit is traced all the same (`lower`, jax.grad around it), a `jit` is no equation.
+        # Even under jax.disable_jit `lower` and jax.grad trace the function, but without `jit` equations.
         if not may_be_partitioned or not traced or jax.config.jax_disable_jit:
-            return self.run_users(flat_args)
-        return self._partitioned(call, flat_args, entry, inside, pipeline)
+            return self.run_user_function(flat_args)
+        return self._run_partitioned(call, flat_args, entry, inside, pipeline)
 
-    def _partitioned(
+    def _run_partitioned(
         self,
         call: Call,
         flat_args: Sequence[Any],
-        entry: Entry,
+        entry: TraceCacheEntry,
         inside: Sequence[Any],
         pipeline: Pipeline | None,
     ) -> Any:
         """Traces a step and runs it partitioned along its batch, if it has one."""
-        structure: Any = None
+        out_tree: Any = None
 
         def flat_function(*flat_args: Any) -> Any:
-            nonlocal structure
-            outputs = self.run_users(flat_args)
-            structure = jax.tree.structure(outputs)
+            nonlocal out_tree
+            outputs = self.run_user_function(flat_args)
+            out_tree = jax.tree.structure(outputs)
             return outputs
 
-        users = self.as_users(flat_function, call.layout)
-        jaxpr = jax.make_jaxpr(users, static_argnums=call.layout.static)(*flat_args)
+        named_function = self.with_user_metadata(flat_function, call.layout)
+        jaxpr = jax.make_jaxpr(named_function, static_argnums=call.layout.static)(*flat_args)
         if entry.batch is None:
-            entry.batch = batch_made_inside(call, inside, jaxpr)
-        types = [kind for kind in (*jaxpr.in_avals, *jaxpr.out_avals) if is_opaque(kind)]
-        if entry.batch is not None and types:
-            entry.partitioned = partitioned.warn_types(self._rules.signature.name, types)
-        if entry.batch is None or types:
+            entry.batch = find_batch_made_inside(call, inside, jaxpr)
+        opaque_avals = [aval for aval in (*jaxpr.in_avals, *jaxpr.out_avals) if is_opaque(aval)]
+        if entry.batch is not None and opaque_avals:
+            entry.partitioned = partitioned.warn_types(self._rules.signature.name, opaque_avals)
+        if entry.batch is None or opaque_avals:
             leaves = jax.tree.leaves([x for i, x in enumerate(flat_args) if i not in call.layout.static])
-            return jax.tree.unflatten(structure, rewriting.eval_jaxpr(jaxpr, leaves))
+            return jax.tree.unflatten(out_tree, rewriting.eval_jaxpr(jaxpr, leaves))
         structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
-        outputs = jax.tree.unflatten(structure, structs)
-        entry.outputs = self._rules.outputs(outputs, call, entry.arguments)
+        outputs = jax.tree.unflatten(out_tree, structs)
+        entry.output_shardings = self._rules.outputs(outputs, call, entry.argument_shardings)
         paths = [path_string(path) for path, _ in jax.tree.leaves_with_path(outputs)]
         options = self._rules.options.partitioning or self.helper.partitioning or DEFAULT
         results, entry.partitioned, loops = partitioned.run_partitioned(
-            *(jaxpr, call, flat_args, inside, entry.outputs, paths, entry.batch, self._rules.mesh),
-            entry.note_gradient,
+            *(jaxpr, call, flat_args, inside, entry.output_shardings, paths, entry.batch, self._rules.mesh),
+            entry.record_gradient,
             options,
             pipeline,
         )
         if pipeline is not None:
             entry.pipelines = Pipelines(loops, jaxpr)
-        return jax.tree.unflatten(structure, results)
+        return jax.tree.unflatten(out_tree, results)
 
-    def _may_make_batch(self, arguments: Sequence[Any]) -> bool:
-        """Whether a function may make its batch: no argument is said to be one, and its state is sharded."""
+    def _may_make_batch(self, shardings: Sequence[Any]) -> bool:
+        """Whether a function may make its batch: the user names no batch, and its arguments are sharded."""
         rules = self._rules
         pipeline = rules.options.pipeline
         if (
@@ -192,9 +199,9 @@ class TracedFunction:
             or not rules.partition_batch
         ):
             return False
-        return any(to is not None and spec_axes(to.spec) for to in arguments)
+        return any(sharding is not None and spec_axes(sharding.spec) for sharding in shardings)
 
-    def _pipeline(self, entry: Entry) -> Pipeline | None:
+    def _pipeline(self, entry: TraceCacheEntry) -> Pipeline | None:
         """Returns the pipelines that the user asks for; None if the axis of stages has one device."""
         pipeline, name = self._rules.options.pipeline, self._rules.signature.name
         if pipeline is None:
@@ -219,17 +226,17 @@ class TracedFunction:
         return pipeline if has_several_stages(dict(self._mesh.shape), pipeline) else None
 
     def run_inline(self, call: Call) -> Any:
-        """Runs the user's function where it is called, by the types that mesh axes have there."""
+        """Runs the user's function in the trace of its caller, with the caller's types of mesh axes."""
         call_key(call)  # raises about leaves that are not arrays
-        if jax.sharding.get_abstract_mesh().manual_axes:  # shapes are local, and shardings are the caller's
-            return self.run_users(call.flat_args)
+        if jax.sharding.get_abstract_mesh().manual_axes:  # shapes are local, and the caller chose shardings
+            return self.run_user_function(call.flat_args)
         mesh = retyped_mesh(self.helper.mesh)
         rules = FunctionRules(self.helper, call.signature, self._rules.options, mesh)
         arguments, constraints = rules.arguments(call), rules.constraints(call)
         leaves = apply_shardings(call.leaves, arguments)
         if constraints is not None:
             leaves = apply_shardings(leaves, constraints)
-        outputs = self.run_users(call.with_leaves(leaves))
+        outputs = self.run_user_function(call.with_leaves(leaves))
         outputs = apply_shardings(outputs, rules.outputs(outputs, call, arguments))
         devices = getattr(self.helper.mesh, 'devices', None)
         if devices is None or AxisType.Explicit in mesh.axis_types or not is_compiled():
@@ -238,9 +245,9 @@ class TracedFunction:
             mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
         return constrain_to_devices(outputs, mesh)
 
-    def run_users(self, flat_args: Sequence[Any]) -> Any:
-        """What the user's function returns, with the bindings of annotations in force."""
-        with self._context_entered():
+    def run_user_function(self, flat_args: Sequence[Any]) -> Any:
+        """Calls the user's function with the bindings of annotations active."""
+        with self._active_context():
             args, keywords = self._rules.signature.restore(flat_args)
             fun = self._fun()
             assert fun is not None  # callers hold it
@@ -251,30 +258,35 @@ class TracedFunction:
             updates.warn_lost(self._rules.signature.name, outputs)
             return outputs
 
-    def _context_entered(self) -> Any:
-        context = self._keep(active_helper.context_for(self.helper, self._names))
-        return active_helper.activate(context, self._asked)
+    def _active_context(self) -> Any:
+        context = self._cached_context(active_helper.context_for(self.helper, self._bindings))
+        return active_helper.activate(context, self._used_names)
 
-    def as_users(self, flat_function: Callable[..., Any], layout: CallLayout) -> Callable[..., Any]:
-        """Gives a function of slots the name, the parameters and the source that JAX's messages show."""
+    def with_user_metadata(self, flat_function: Callable[..., Any], layout: CallLayout) -> Callable[..., Any]:
+        """Gives a function of slots the user's name, parameters and source, which JAX's messages show."""
         flat_function.__name__ = flat_function.__qualname__ = self._rules.signature.name
         flat_function.__dict__['__signature__'] = layout.flat_signature
         flat_function.__dict__['__wrapped__'] = self._source
         return flat_function
 
     def warn_unused(self, *, any_static: bool) -> None:
-        """Warns, once, about bound names that nothing used."""
-        if self._warned or not self._names:
+        """Warns, once, about bound names that the function does not use.
+
+        Args:
+            any_static: whether there are static arguments. For other static values the function may use more
+                names, so that only names that look misspelled are reported.
+        """
+        if self._warned or not self._bindings:
             return
         self._warned = True
-        seen = sorted(self._asked - self._names.keys())
-        unused = sorted(self._names.keys() - self._asked)
-        if any_static:  # other values may lead through other code: only a misspelling is certain
-            unused = [each for each in unused if near_names(each, seen)]
+        unbound = sorted(self._used_names - self._bindings.keys())
+        unused = sorted(self._bindings.keys() - self._used_names)
+        if any_static:
+            unused = [name for name in unused if near_names(name, unbound)]
         if unused:
             listed = (
-                '; '.join(f'{each!r} ({did_you_mean(each, seen)})' for each in unused)
-                if seen
+                '; '.join(f'{name!r} ({did_you_mean(name, unbound)})' for name in unused)
+                if unbound
                 else f'{", ".join(map(repr, unused))} (it asked for no other name)'
             )
             warn(
@@ -285,31 +297,30 @@ class TracedFunction:
 
 
 def runs_inline(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether a call is part of a function whose mesh axes have other types than those of *mesh*.
+    """Whether a call runs inline, because its caller uses other types for the axes of *mesh*.
 
-    As inside JAX's ``auto_axes``, ``explicit_axes`` and ``shard_map``, where shapes are local, too. It has
-    no program.
+    This is so inside JAX's ``auto_axes``, ``explicit_axes`` and ``shard_map``. The call has no program.
     """
     ambient = jax.sharding.get_abstract_mesh()
     return not ambient.empty and (bool(ambient.manual_axes) or retyped_mesh(mesh) is not mesh)
 
 
-def _weakly(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
+def _weak_reference(fun: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
     try:
         return weakref.ref(fun)
-    except TypeError:  # of some types of other libraries
+    except TypeError:  # some types of other libraries do not support weak references
         return lambda: fun
 
 
 def _source_of(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with the source of *fun*, without its globals, defaults and closure."""
+    """Returns a function with the source of *fun*, but without its globals, defaults and closure."""
     while isinstance(fun, functools.partial):
         fun = fun.func
     code = getattr(inspect.unwrap(fun), '__code__', None)
     if not isinstance(code, types.CodeType):
-        return _unknown
+        return _no_source
     return types.FunctionType(code, {}, closure=tuple([types.CellType() for _ in code.co_freevars]))
 
 
-def _unknown() -> None:
-    """The source of functions that have none."""
+def _no_source() -> None:
+    """Stands for functions without Python source."""

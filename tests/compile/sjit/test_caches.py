@@ -705,7 +705,7 @@ def test_every_shape_reaches_the_fast_path(options, monkeypatch):
     with jax.log_compiles(False):
         state = compiled._dispatcher
         monkeypatch.setattr(type(state), 'dispatch', lambda *_: traces.append('dispatch'))
-        monkeypatch.setattr(type(state), '_in_trace', lambda *_: traces.append('traced'))
+        monkeypatch.setattr(type(state), '_run_in_trace', lambda *_: traces.append('traced'))
         monkeypatch.setattr(type(state), 'explain_or_retry', lambda *_: traces.append('explain_or_retry'))
         for x in inputs * 2:
             compiled(x)

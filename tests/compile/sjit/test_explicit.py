@@ -321,7 +321,7 @@ def test_host_data_is_placed_without_being_looked_at_twice(helper, monkeypatch):
     assert len(traces) == 3
     state = step._dispatcher
     monkeypatch.setattr(type(state), 'dispatch', lambda *_: pytest.fail('the slow path'))
-    monkeypatch.setattr(type(state), '_in_trace', lambda *_: pytest.fail('a trace'))
+    monkeypatch.setattr(type(state), '_run_in_trace', lambda *_: pytest.fail('a trace'))
     for batch in (large, small, several, helper.shard(large, rule), jax.tree.map(jnp.asarray, small)):
         check(batch)
 

@@ -138,7 +138,7 @@ def test_a_step_with_a_token_and_a_batch_is_not_partitioned():
     helper = MeshShardingHelper([-1], ['x'])
     step = helper.sjit(lambda token, x: (token, 2 * x), batch_argnums=1, in_shardings=(None, P('x')))
     with pytest.warns(
-        PartitioningWarning, match=r'(?s)values that are no arrays \(\w+\).*keep them outside'
+        PartitioningWarning, match=r'(?s)values that are not arrays \(\w+\).*keep them outside'
     ) as warned:
         _, out = step(jax.lax.create_token(), X)
     assert len(warned) == 1

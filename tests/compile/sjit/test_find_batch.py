@@ -2,7 +2,7 @@
 
 import pytest
 
-from scalax._compile.sjit.batch_arguments import batch_axes
+from scalax._compile.sjit.find_batch import batch_axes
 
 ROWS, TIME, HEADS = ('data',), ('seq',), ('tp',)
 
