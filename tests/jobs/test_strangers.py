@@ -264,7 +264,7 @@ def test_a_thousand_connections(sender: Sender, caplog: pytest.LogCaptureFixture
 
 def test_the_longest_silence_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, 'MAX_UNAUTHENTICATED', 2)
-    monkeypatch.setattr(listener, '_PATIENCE', 0.0)
+    monkeypatch.setattr(listener, '_MIN_SECONDS', 0.0)
     with Sender('localhost:0') as sender, contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(connected(sender)) for _ in range(3)]
         assert len(rest_of(strangers[0])) == GREETING
@@ -273,7 +273,7 @@ def test_the_longest_silence_makes_room(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_no_more_connections_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, '_MOST', 1)
+    monkeypatch.setattr(listener, '_MAX_CONNECTIONS', 1)
     with Sender('localhost:0') as sender:
         with connected(sender) as first:
             lines.client_handshake(first, b'', LONG)

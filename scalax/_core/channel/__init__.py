@@ -7,9 +7,9 @@ and to the position in the sequence.
 
 Lines for jobs, datagrams for the watchdog. A watchdog of 4,096 processes over TCP would keep as many
 connections at process 0, and wait for processes that are stopped. Its messages are signed datagrams: process
-0 has one nonce for all, keeps one number for each peer that has proved the secret, and answers nobody else.
-A stranger therefore costs it no memory, and no answer is larger than the question unless the question is new
-and signed.
+0 has one nonce for all, keeps one sequence number for each peer that has proved the secret, and sends data to
+nobody else. A stranger therefore costs it no memory, and no response is larger than its request unless the
+request is new and signed.
 
 Who needs a secret. Any address other than the loopback address: `Sender` and `receive` raise without one.
 Training must not fail for want of a watchdog, so there the processes agree at the first `should_stop`, when

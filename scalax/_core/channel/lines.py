@@ -1,8 +1,8 @@
-"""Signed lines of JSON over TCP, between two sides that have proved to each other that they have one secret.
+"""Signed lines of JSON over TCP, after a handshake in which both sides prove that they have the secret.
 
-The side that listens greets with its nonce. The side that connects answers with a nonce and its proof, and is
-told nothing before that is checked; then the listening side proves itself. A line has a maximal length and a
-deadline, whoever sends it.
+The server sends a greeting with its nonce. The client sends a nonce and its proof, and receives nothing else
+before the server has checked the proof. Then the server proves itself. Every line has a maximal length and a
+deadline, in both directions.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from scalax._core.channel.session import CLIENT, SERVER, Session, new_nonce
 
 _GREETING = re.compile(rb'scalax 1 ([0-9a-f]{32})')
 _PROOF = re.compile(rb'([0-9a-f]{32}) ([0-9a-f]{64})')
-_SHORT = 128  # bytes of a line of the handshake
-_SIGNED = 65  # bytes before the text of a signed line
-_CHUNK = 1 << 20  # bytes that are read at once, at most
+_MAX_HANDSHAKE = 128  # bytes of a line of the handshake
+_PREFIX = 65  # bytes of the signature, and a space, before the data of a line
+_CHUNK = 1 << 20  # the largest number of bytes that are read at once
 
 
 class ConnectionClosed(Exception):
@@ -28,15 +28,15 @@ class ConnectionClosed(Exception):
 
 
 class InvalidMessage(Exception):
-    """What came is no line of this protocol, or not signed with the secret."""
+    """A line does not follow the protocol, or is not signed with the secret."""
 
 
 class Unauthenticated(InvalidMessage):
-    """The other side has not proved that it has the secret, or has not accepted the proof."""
+    """The other side has not proved that it has the secret, or has rejected the proof."""
 
 
 class LineSocket:
-    """Lines that come over a connection."""
+    """A socket that sends and receives lines."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._buffer = connection, bytearray()
@@ -45,13 +45,14 @@ class LineSocket:
         """Sends a line.
 
         Raises:
-            OSError: the other side is gone, or takes nothing for so long (TimeoutError).
+            OSError: the other side is gone.
+            TimeoutError: it has not received the line in time.
         """
         self._socket.settimeout(seconds)
         self._socket.sendall(data + b'\n')
 
     def wait_readable(self, seconds: float) -> bool:
-        """Whether a line begins within so many seconds. The end of the connection counts as one."""
+        """Waits for the start of a line, or the end of the connection. Returns False after *seconds*."""
         if self._buffer:
             return True
         self._socket.settimeout(seconds)
@@ -62,7 +63,7 @@ class LineSocket:
         return True
 
     def is_closed(self) -> bool:
-        """Whether the other side has closed the connection, and all it sent was read; does not wait."""
+        """Returns whether the other side has closed the connection and all lines are read; does not wait."""
         self._socket.settimeout(0)
         try:
             return not self._buffer and not self._socket.recv(1, socket.MSG_PEEK)
@@ -71,27 +72,28 @@ class LineSocket:
         except ConnectionError:
             return True
 
-    def read(self, longest: int, seconds: float) -> bytes:
-        """The next line, without its end.
+    def read(self, max_bytes: int, seconds: float) -> bytes:
+        """Returns the next line, without the newline.
 
         Raises:
             ConnectionClosed: the connection ends before it.
-            InvalidMessage: the line is longer than so many bytes.
-            OSError: the other side is gone, or the line is not complete in time (TimeoutError).
+            InvalidMessage: the line is longer than *max_bytes*.
+            OSError: the other side is gone.
+            TimeoutError: the line is not complete in time.
         """
         deadline, searched = time.monotonic() + seconds, 0
         while (end := self._buffer.find(b'\n', searched)) < 0:
-            searched, left = len(self._buffer), deadline - time.monotonic()
-            if searched > longest:
+            searched, remaining = len(self._buffer), deadline - time.monotonic()
+            if searched > max_bytes:
                 raise InvalidMessage
-            if left <= 0:
+            if remaining <= 0:
                 raise TimeoutError('timed out')
-            self._socket.settimeout(left)
-            data = self._socket.recv(min(longest + 1 - searched, _CHUNK))
+            self._socket.settimeout(remaining)
+            data = self._socket.recv(min(max_bytes + 1 - searched, _CHUNK))
             if not data:
                 raise ConnectionClosed
             self._buffer += data
-        if end > longest:
+        if end > max_bytes:
             raise InvalidMessage
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
@@ -102,50 +104,50 @@ class Channel:
     """A connection after the handshake.
 
     Args:
-        lines: of the connection.
-        session: of both sides.
-        side: this one.
+        lines: the socket.
+        session: the session of both sides.
+        side: this side.
     """
 
     def __init__(self, lines: LineSocket, session: Session, side: bytes) -> None:
         self._lines, self._session = lines, session
-        self._mine, self._theirs = (CLIENT, SERVER) if side == CLIENT else (SERVER, CLIENT)
-        self._sent, self._read = 0, 0  # messages; the proofs are those with the number 0
+        self._side, self._peer = (CLIENT, SERVER) if side == CLIENT else (SERVER, CLIENT)
+        self._num_sent, self._num_read = 0, 0  # sequence number 0 belongs to the proofs
 
     def send(self, message: Any, seconds: float) -> None:
         """Sends a message, as JSON.
 
         Raises:
-            OSError: as for `LineSocket.send`.
+            OSError, TimeoutError: as for `LineSocket.send`.
         """
-        self._sent += 1
+        self._num_sent += 1
         data = json.dumps(message).encode()
-        signature = self._session.signature(self._mine, self._sent, data)
+        signature = self._session.signature(self._side, self._num_sent, data)
         self._lines.send(signature.hex().encode() + b' ' + data, seconds)
 
     def wait_readable(self, seconds: float) -> bool:
-        """Whether a message begins within so many seconds, as `LineSocket.wait_readable`."""
+        """Waits for the start of a message, as `LineSocket.wait_readable`."""
         return self._lines.wait_readable(seconds)
 
     def is_closed(self) -> bool:
-        """Whether the other side has left, as `LineSocket.is_closed`."""
+        """Returns whether the other side has closed the connection, as `LineSocket.is_closed`."""
         return self._lines.is_closed()
 
-    def read(self, longest: int, seconds: float) -> Any:
-        """The next message.
+    def read(self, max_bytes: int, seconds: float) -> Any:
+        """Returns the next message.
 
         Raises:
             ConnectionClosed, OSError: as for `LineSocket.read`.
             InvalidMessage: the line is too long, or the other side has not signed it.
         """
-        line = self._lines.read(longest + _SIGNED, seconds)
-        self._read += 1
-        signature, data = line[: _SIGNED - 1], line[_SIGNED:]
+        line = self._lines.read(max_bytes + _PREFIX, seconds)
+        self._num_read += 1
+        signature, data = line[: _PREFIX - 1], line[_PREFIX:]
         try:
-            signed = self._session.is_signed(
-                bytes.fromhex(signature.decode()), self._theirs, self._read, data
+            is_signed = self._session.is_signed(
+                bytes.fromhex(signature.decode()), self._peer, self._num_read, data
             )
-            if signed:  # before anything is parsed
+            if is_signed:  # checked before anything is parsed
                 return json.loads(data)
         except (ValueError, RecursionError):
             pass
@@ -153,19 +155,19 @@ class Channel:
 
 
 def server_handshake(connection: socket.socket, secret: bytes, seconds: float) -> Channel:
-    """The channel of the side that listens.
+    """Returns the channel of the server.
 
     Raises:
         ConnectionClosed, InvalidMessage, OSError: as for `LineSocket.read`.
-        Unauthenticated: the other side has another secret.
+        Unauthenticated: the client has another secret.
     """
     lines, nonce = LineSocket(connection), new_nonce()
     lines.send(b'scalax 1 ' + nonce.hex().encode(), seconds)
-    match = _PROOF.fullmatch(lines.read(_SHORT, seconds))
+    match = _PROOF.fullmatch(lines.read(_MAX_HANDSHAKE, seconds))
     if match is None:
         raise Unauthenticated
-    asker, proof = (bytes.fromhex(part.decode()) for part in match.groups())
-    session = Session(secret, asker, nonce)
+    client_nonce, proof = (bytes.fromhex(part.decode()) for part in match.groups())
+    session = Session(secret, client_nonce, nonce)
     if not session.is_signed(proof, CLIENT, 0):
         raise Unauthenticated
     lines.send(session.signature(SERVER, 0).hex().encode(), seconds)
@@ -173,17 +175,18 @@ def server_handshake(connection: socket.socket, secret: bytes, seconds: float) -
 
 
 def client_handshake(connection: socket.socket, secret: bytes, seconds: float) -> Channel:
-    """The channel of the side that connects.
+    """Returns the channel of the client.
 
     Raises:
-        ConnectionClosed: the other side has closed the connection at once: it has too many, or is ending.
-        InvalidMessage: the other side is another program.
-        Unauthenticated: it has another secret.
-        OSError: it is gone, or silent for so long (TimeoutError).
+        ConnectionClosed: the server has closed the connection at once: it has too many, or is shutting down.
+        InvalidMessage: the server is another program.
+        Unauthenticated: the server has another secret.
+        OSError: the server is gone.
+        TimeoutError: it does not respond in time.
     """
     lines = LineSocket(connection)
     try:
-        match = _GREETING.fullmatch(lines.read(_SHORT, seconds))
+        match = _GREETING.fullmatch(lines.read(_MAX_HANDSHAKE, seconds))
     except ConnectionError as error:
         raise ConnectionClosed from error
     if match is None:
@@ -192,7 +195,7 @@ def client_handshake(connection: socket.socket, secret: bytes, seconds: float) -
     session = Session(secret, nonce, bytes.fromhex(match[1].decode()))
     try:
         lines.send(f'{nonce.hex()} {session.signature(CLIENT, 0).hex()}'.encode(), seconds)
-        proof = lines.read(_SHORT, seconds)
+        proof = lines.read(_MAX_HANDSHAKE, seconds)
     except (ConnectionClosed, ConnectionError) as error:
         raise Unauthenticated from error
     if not hmac.compare_digest(proof, session.signature(SERVER, 0).hex().encode()):

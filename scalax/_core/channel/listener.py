@@ -1,4 +1,4 @@
-"""A port at which only who has the secret is served, and strangers are few, short and silent."""
+"""TCP server that serves only clients with the secret, and limits connections without it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from typing import Any
 from scalax._core.channel import lines
 from scalax._core.channel.secret import SECRET_VARIABLE, require_secret
 
-HANDSHAKE_SECONDS = 30.0  # seconds that a connection has to prove itself
-MAX_UNAUTHENTICATED = 64  # connections that have not proved themselves yet
-_MOST = 4096  # connections in all
-_PATIENCE = 2.0  # seconds that no stranger is sent away for another one
+HANDSHAKE_SECONDS = 30.0  # the time for the handshake of a connection
+MAX_UNAUTHENTICATED = 64  # connections whose handshake is not complete
+_MAX_CONNECTIONS = 4096
+_MIN_SECONDS = 2.0  # before an unauthenticated connection may be closed to make room
 _log = logging.getLogger('scalax.channel')
 
 
 class Listener(socketserver.ThreadingTCPServer):
-    """Serves connections, each in a thread of its own, once they have proved that they have the secret.
+    """Serves authenticated connections, each in its own thread.
 
     Args:
         what: the name of the caller, for messages.
-        address: host and port to listen at; port 0 is any that is free.
-        secret: of both sides; empty is allowed at a loopback address only.
-        serve: called with each channel; the connection is closed when it returns.
+        address: the host and port to listen at; port 0 is any free port.
+        secret: the shared secret; it may be empty only at a loopback address.
+        serve: a function that is called with each channel. When it returns, the connection is closed.
 
     Raises:
         ArgumentError: there is no secret, and other machines can reach the address.
-        OSError: the port is taken, or the host has no address.
+        OSError: the port is in use, or the host has no address.
     """
 
     daemon_threads = True
@@ -45,50 +45,50 @@ class Listener(socketserver.ThreadingTCPServer):
     ) -> None:
         require_secret(what, secret, f'{address[0]}:{address[1]}')
         self._what, self._secret, self._serve = what, secret, serve
-        self._lock, self._logged = threading.Lock(), False
+        self._lock, self._has_logged = threading.Lock(), False
         self._connections: set[socket.socket] = set()
-        self._strangers: dict[socket.socket, float] = {}  # since when, the first one first
+        self._unauthenticated: dict[socket.socket, float] = {}  # -> time of arrival, oldest first
         super().__init__(address, socketserver.BaseRequestHandler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is room for one more; the longest of too many strangers makes room."""
+        """Returns whether there is room for a connection; may close the oldest unauthenticated one."""
         with self._lock:
-            if len(self._strangers) >= MAX_UNAUTHENTICATED:
-                first = next(iter(self._strangers))
-                if time.monotonic() - self._strangers[first] < _PATIENCE:
+            if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+                oldest = next(iter(self._unauthenticated))
+                if time.monotonic() - self._unauthenticated[oldest] < _MIN_SECONDS:
                     return False
-                del self._strangers[first]
-                _hang_up(first)
-            if len(self._connections) >= _MOST:
+                del self._unauthenticated[oldest]
+                _disconnect(oldest)
+            if len(self._connections) >= _MAX_CONNECTIONS:
                 return False
             self._connections.add(request)
-            self._strangers[request] = time.monotonic()
+            self._unauthenticated[request] = time.monotonic()
             return True
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Serves one connection, in its thread."""
+        """Serves a connection, in its thread."""
         try:
             channel = lines.server_handshake(request, self._secret, HANDSHAKE_SECONDS)
             with self._lock:
-                self._strangers.pop(request, None)
+                self._unauthenticated.pop(request, None)
             self._serve(channel)
         except (lines.ConnectionClosed, ConnectionError):
-            pass  # the other side has gone
+            pass  # the client has disconnected
         except (lines.InvalidMessage, OSError):
             self._log(client_address[0])
 
     def shutdown_request(self, request: Any) -> None:
-        """Closes a connection, however it has come to its end."""
+        """Closes a connection."""
         with self._lock:
             self._connections.discard(request)
-            self._strangers.pop(request, None)
+            self._unauthenticated.pop(request, None)
         super().shutdown_request(request)
 
     def _log(self, host: str) -> None:
-        """Says once that somebody was sent away; a stranger could fill the disk otherwise."""
+        """Logs the first rejected connection only; otherwise an attacker could fill the disk."""
         with self._lock:
-            logged, self._logged = self._logged, True
-        if not logged:
+            has_logged, self._has_logged = self._has_logged, True
+        if not has_logged:
             _log.warning(
                 '%s: a connection from %s was closed: it did not prove that it has the secret, was silent or '
                 'asked what nobody asks. If it is yours, set %s to the same value on both sides. Others are '
@@ -97,14 +97,14 @@ class Listener(socketserver.ThreadingTCPServer):
             )
 
     def close(self) -> None:
-        """Stops listening, and sends strangers away; `serve_forever` has to run in another thread."""
+        """Stops `serve_forever` in another thread, and closes unauthenticated connections."""
         self.shutdown()
         self.server_close()
         with self._lock:
-            for request in self._strangers:
-                _hang_up(request)
+            for request in self._unauthenticated:
+                _disconnect(request)
 
 
-def _hang_up(request: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the other side was faster
-        request.shutdown(socket.SHUT_RDWR)  # its thread sees the end of it
+def _disconnect(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the client may have disconnected
+        request.shutdown(socket.SHUT_RDWR)  # ends the wait of its thread

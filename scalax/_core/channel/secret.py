@@ -1,4 +1,4 @@
-"""The secret of a run: where it comes from, and who has to have one."""
+"""The shared secret of a run: its sources, and the addresses that require one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from scalax.errors import ArgumentError
 
 SECRET_VARIABLE = 'SCALAX_RUN_TOKEN'
 COMMAND = "python -c 'import secrets; print(secrets.token_hex())'"
-_LEAST = 16  # characters: whoever sees one message can try short secrets until one fits
+_MIN_LENGTH = 16  # characters: a short secret can be found by brute force from one recorded message
 
 
 def resolve_secret(what: str, secret: str | None = None) -> bytes:
-    """The secret of an argument, or else of the environment variable; empty if there is none.
+    """Returns the secret of an argument, or else of the environment variable; empty if there is none.
 
-    White space around it does not count: a file has a newline at its end, and most shells drop it.
+    Surrounding white space is removed: a file has a newline at its end, which most shells drop.
 
     Raises:
-        ArgumentError: the secret is not text, or is too short; the message begins with *what*.
+        ArgumentError: the secret is not text, or is too short. The message begins with *what*.
     """
     name = 'secret'
     if secret is None:
@@ -27,13 +27,13 @@ def resolve_secret(what: str, secret: str | None = None) -> bytes:
     if secret is None:
         return b''
     text = secret.strip() if isinstance(secret, str) else ''
-    if len(text) < _LEAST:
+    if len(text) < _MIN_LENGTH:
         length = f'{len(text)} characters' if isinstance(secret, str) else type(secret).__name__
         raise ArgumentError(
-            f'{what}: {name} has to be text of at least {_LEAST} characters, which nobody can guess, got '
-            f'{length}. What to do: {COMMAND} makes one.'
+            f'{what}: {name} has to be text of at least {_MIN_LENGTH} characters, which nobody can guess, '
+            f'got {length}. What to do: {COMMAND} makes one.'
         )
-    return text.encode('utf-8', 'surrogatepass')  # a variable may have bytes that are no UTF-8
+    return text.encode('utf-8', 'surrogatepass')  # a variable may contain bytes that are not UTF-8
 
 
 def require_secret(what: str, secret: bytes, address: str) -> None:
@@ -43,7 +43,7 @@ def require_secret(what: str, secret: bytes, address: str) -> None:
 
 
 def missing_secret_error(what: str, address: str) -> ArgumentError:
-    """The error about an address that can be reached from other machines, and no secret."""
+    """Returns the error about a missing secret for an address that other machines can reach."""
     port = address.rpartition(':')[2]
     return ArgumentError(
         f'{what}: {address} can be reached from other machines, and there is no secret to tell who may '
@@ -53,18 +53,18 @@ def missing_secret_error(what: str, address: str) -> ArgumentError:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, and each of its addresses one that no other machine can reach."""
+    """Returns whether a host has only loopback addresses, which no other machine can reach."""
     if names_loopback(host):
         return True
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # nobody knows the host, or not yet; or it is no name
+    except (OSError, UnicodeError):  # the host is not known, or not yet, or is invalid
         return False
     return all(names_loopback(str(address[0])) for *_, address in addresses)
 
 
 def names_loopback(host: str) -> bool:
-    """Whether a host names the loopback address on every machine, whatever its tables of names say."""
+    """Returns whether a host is the loopback address on every machine, whatever its hosts file says."""
     if host == 'localhost':
         return True
     try:

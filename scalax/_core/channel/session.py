@@ -1,7 +1,7 @@
-"""What two sides sign that have the same secret: bound to a nonce of each, to the side, and to a count.
+"""Signatures of two sides that share a secret, bound to both nonces, to the side and to a sequence number.
 
-The secret is never sent. A signature of one conversation, one direction or one message fits no other: a
-stranger can neither replay what it has recorded nor send it back to where it came from.
+The secret is never sent. A signature is valid for one session, one direction and one message: an attacker can
+neither replay a recorded message nor send it back to its sender.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ import secrets
 
 NONCE, SIGNATURE = 16, 32  # bytes
 CLIENT, SERVER = b'asks', b'answers'
-"""The two sides: that which asks, and connects, and that which answers, and listens."""
+"""The two sides: the client connects and sends requests, the server listens and responds."""
 
 
 def new_nonce() -> bytes:
-    """A number that nobody can guess, and that never comes again."""
+    """Returns a random nonce, which cannot be guessed and does not repeat."""
     return secrets.token_bytes(NONCE)
 
 
 class Session:
-    """One conversation.
+    """A session of a client and a server.
 
     Args:
-        secret: of both sides; empty between processes of one machine that have none.
-        asker: the nonce of the side that asks.
-        answerer: the nonce of the side that answers.
+        secret: the shared secret; empty between processes of one machine that have no secret.
+        client: the nonce of the client.
+        server: the nonce of the server.
     """
 
-    def __init__(self, secret: bytes, asker: bytes, answerer: bytes) -> None:
-        # Nonces have one length, so no two conversations have the same text.
-        self._key = hmac.digest(secret, b'scalax session 1' + asker + answerer, 'sha256')
+    def __init__(self, secret: bytes, client: bytes, server: bytes) -> None:
+        # Nonces have a fixed length, so different sessions have different texts.
+        self._key = hmac.digest(secret, b'scalax session 1' + client + server, 'sha256')
 
-    def signature(self, side: bytes, count: int, data: bytes = b'') -> bytes:
-        """The signature of a side under a message, the so-manyth that it sends."""
-        text = len(side).to_bytes(1, 'big') + side + count.to_bytes(8, 'big') + data
+    def signature(self, side: bytes, sequence: int, data: bytes = b'') -> bytes:
+        """Returns the signature of a side for the message with this sequence number."""
+        text = len(side).to_bytes(1, 'big') + side + sequence.to_bytes(8, 'big') + data
         return hmac.digest(self._key, text, 'sha256')
 
-    def is_signed(self, signature: bytes, side: bytes, count: int, data: bytes = b'') -> bool:
-        """Whether a signature is that of a side; takes as long for a wrong one, wherever it is wrong."""
-        return hmac.compare_digest(signature, self.signature(side, count, data))
+    def is_signed(self, signature: bytes, side: bytes, sequence: int, data: bytes = b'') -> bool:
+        """Returns whether a signature is valid, in constant time."""
+        return hmac.compare_digest(signature, self.signature(side, sequence, data))

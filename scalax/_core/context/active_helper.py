@@ -1,11 +1,11 @@
 """The active helper with its annotation bindings, and the active mapping of named axes.
 
-The active `Context` is a JAX user context (``jax.make_user_context``), so it is part of JAX's own trace
-cache key, and local to a thread. A function that was traced under one context is traced again under another:
-a shared inner ``jax.jit``, a ``scan`` body or a checkpointed function never sees the annotations of another
-caller. Equal bindings of one helper are one context, whichever functions bind them and however they are
-nested: what these share is traced once. The mapping, and the mesh whose first device stands in for it, are
-user contexts, too.
+The active `Context` is a JAX user context (``jax.make_user_context``), so it is thread-local, and part of
+JAX's trace cache key. A function that was traced under one context is traced again under another: a shared
+inner ``jax.jit``, a ``scan`` body or a checkpointed function never sees the annotations of another caller.
+Equal bindings of one helper are one context, independently of the functions that bind them and of their
+nesting, so that shared functions are traced once. The active mapping, and the mesh that is replaced by its
+first device, are user contexts too.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from scalax.rules._rule_tree import RuleLike, are_pure, cache_key, checked_rules
 
 
 class MeshOwner(Protocol):
-    """The part of `MeshShardingHelper` that the packages below it need."""
+    """The part of `MeshShardingHelper` that lower packages use."""
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh; an AbstractMesh is possible."""
+        """The mesh, which may be an AbstractMesh."""
 
     @property
     def on_indivisible(self) -> OnIndivisible:
@@ -53,30 +53,30 @@ class MeshOwner(Protocol):
         """Whether compiled functions find out which arguments are batches."""
 
 
-# Created at import, because creating a user context is not thread-safe.
+# Created at import, because the creation of a user context is not thread-safe.
 _active = jax.make_user_context(None)
 _active_mapping = jax.make_user_context(None)
 _traced_for_one_device = jax.make_user_context(None)
 
 
 def single_device_mesh(mesh: Mesh, device: Any) -> Mesh:
-    """A mesh with the axes of another one, all of size 1, over one device."""
+    """Returns a mesh over one device, with the axes of *mesh*, all of size 1."""
     devices = np.full((1,) * len(mesh.axis_names), device, dtype=object)
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def tracing_for_single_device(mesh: Mesh) -> Any:
-    """A context manager in which code that helpers of *mesh* compile or map is traced for its first device.
+    """Returns a context manager in which helpers of *mesh* trace code for its first device only.
 
-    So a function whose code closes over a helper can be traced for one device, as long as the code does not
-    use the mesh itself. Helpers that arrange the same devices in another mesh are treated alike. JAX shares
-    no traces between meshes.
+    It allows tracing a function that closes over a helper for one device, as long as the function does not
+    use the mesh itself. Helpers that arrange the same devices in another mesh are treated identically. JAX
+    does not share traces between meshes.
     """
     return _traced_for_one_device(mesh)
 
 
 def active_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """The mesh that stands in for *mesh* in this thread: by default *mesh* itself."""
+    """Returns the mesh to use in place of *mesh* in this thread: by default *mesh* itself."""
     replaced = _traced_for_one_device.value
     if replaced is None or not isinstance(mesh, Mesh):
         return mesh
@@ -87,22 +87,22 @@ def active_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
 
 
 def current_mapping() -> LogicalAxisShardingRule | None:
-    """The mapping of named axes that is active in this thread, as a rule; None without one."""
+    """Returns the mapping of named axes that is active in this thread, as a rule, or None."""
     return _active_mapping.value
 
 
 def activate_mapping(mapping: LogicalAxisShardingRule) -> Any:
-    """A context manager in which *mapping* is the active one. Equal mappings share JAX's traces."""
+    """Returns a context manager in which *mapping* is active. Equal mappings share JAX's traces."""
     return _active_mapping(mapping)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Context:
-    """An active helper and the bindings in force; compared and hashed by identity.
+    """An active helper and the active bindings; compared and hashed by identity.
 
     Attributes:
-        owner: a weak reference to the helper, which keeps its contexts; constraints use its mesh.
-        bindings: annotation name -> the helper that bound it, weakly, and its rules.
+        owner: a weak reference to the helper, because the helper keeps its contexts alive.
+        bindings: annotation name -> a weak reference to the helper that bound it, and the rules.
         used_names: the names that were used inside inner traces, such as that of an inner ``jax.jit``: under
             this context JAX may reuse such a trace without running its code.
     """
@@ -113,32 +113,32 @@ class Context:
 
     @property
     def helper(self) -> MeshOwner:
-        """The active helper. The code that entered this context holds it."""
+        """The active helper, which the code that entered the context keeps alive."""
         helper = self.owner()
         assert helper is not None
         return helper
 
     def rules(self) -> dict[str, RuleLike]:
-        """Every name in force with its rules."""
+        """Returns the rules of every bound name."""
         return {name: rules for name, (_, rules) in self.bindings.items()}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Frame:
-    """One entered context, with the names that were used in it, and the trace in which it was entered."""
+    """An entered context, the names that were used in it, and the trace in which it was entered."""
 
     context: Context
     used_names: set[str]
     trace: Any
 
 
-class _Entered(threading.local):
-    """What this thread has entered, the innermost last.
+class _ThreadStack(threading.local):
+    """The contexts that this thread has entered, the innermost last.
 
     Attributes:
         frames: the contexts.
-        managers: the `ActiveHelper` objects, each with the context manager of its context; None in place of
-            one that was left before its turn.
+        managers: the `ActiveHelper` objects, each with the context manager of its context. None replaces an
+            object that was exited out of order.
     """
 
     def __init__(self) -> None:
@@ -146,78 +146,81 @@ class _Entered(threading.local):
         self.managers: list[tuple[ActiveHelper | None, Any]] = []
 
 
-_entered = _Entered()
+_stack = _ThreadStack()
 
 
 def current() -> Context | None:
-    """The context that is active in this thread, or None."""
+    """Returns the context that is active in this thread, or None."""
     reference = _active.value
     return reference() if reference else None
 
 
 @contextlib.contextmanager
-def activate(context: Context, asked: set[str]) -> Iterator[None]:
-    """A context manager in which *context* is the active one; *asked* gets the names that are used in it."""
-    frames = _entered.frames
-    frames.append(_Frame(context, asked, current_trace()))
+def activate(context: Context, used_names: set[str]) -> Iterator[None]:
+    """Makes *context* the active one, and adds the names that are used in it to *used_names*."""
+    frames = _stack.frames
+    frames.append(_Frame(context, used_names, current_trace()))
     try:
-        # Weakly: JAX's caches would keep its helper and rules alive. References to one context are equal.
+        # A weak reference: JAX's caches would keep its helper and rules alive. References to one context are
+        # equal.
         with _active(weakref.ref(context)):
             yield
     finally:
         frames.pop()
-        asked |= context.used_names  # names in code that JAX did not trace again count too
+        used_names |= context.used_names  # includes names in code whose trace JAX reused
         if frames:
             frames[-1].context.used_names.update(context.used_names)
 
 
 def look_up_annotation(name: str) -> tuple[MeshOwner, RuleLike] | None:
-    """The helper and rules that *name* is bound to in this thread; records that it was asked for."""
+    """Returns the helper and rules that *name* is bound to in this thread, and records its use."""
     context = current()
     if context is None:
         return None
     trace = current_trace()
-    for frame in _entered.frames:
+    for frame in _stack.frames:
         frame.used_names.add(name)
         if frame.trace != trace:  # inside an inner trace, which JAX may reuse
             frame.context.used_names.add(name)
-    found = context.bindings.get(name)
-    if found is None:
+    binding = context.bindings.get(name)
+    if binding is None:
         return None
-    helper = found[0]()
-    assert helper is not None  # the code that bound the name holds it
-    return helper, found[1]
+    owner, rules = binding
+    helper = owner()
+    assert helper is not None  # the code that bound the name keeps it alive
+    return helper, rules
 
 
 _contexts: weakref.WeakKeyDictionary[MeshOwner, weakref.WeakValueDictionary[Any, Context]]
 _contexts = weakref.WeakKeyDictionary()
 _keep = functools.lru_cache(maxsize=lru_cache.SIZE)(lambda context: context)
-_lock = threading.RLock()  # re-entrant: comparing the rules of users may run their code
+_lock = threading.RLock()  # re-entrant: comparing rules may run users' code
 
 
 def context_for(helper: MeshOwner, bindings: Mapping[str, RuleLike]) -> Context:
-    """The context of *bindings* inside the one that is active now.
+    """Returns the context of *bindings* inside the active context.
 
-    Equal bindings have the same one: contexts are part of JAX's cache keys by identity, and a new one for
-    every call would trace and compile everything again. The most recently used are kept; those whose rules
-    may refer to the helper, as a user's function does, as long as a caller keeps them.
+    Equal bindings have the same context, because contexts are part of JAX's cache keys by identity: a new
+    context for every call would trace and compile everything again. The most recently used contexts are
+    kept alive. Contexts whose rules may refer to the helper, as a user's function may, live only as long as
+    a caller keeps them alive.
     """
     outer, owner = current(), weakref.ref(helper)
-    own = {name: (owner, rules) for name, rules in bindings.items()}
-    merged = {**(outer.bindings if outer else {}), **own}
-    bound = sorted(merged.items())
-    key = tuple([(name, by, hashable(cache_key(rules))) for name, (by, rules) in bound])
+    inner = {name: (owner, rules) for name, rules in bindings.items()}
+    merged = {**(outer.bindings if outer else {}), **inner}
+    pairs = sorted(merged.items())
+    key = tuple([(name, by, hashable(cache_key(rules))) for name, (by, rules) in pairs])
     with _lock:
-        own_contexts = _contexts.setdefault(helper, weakref.WeakValueDictionary())
-        context = own_contexts.get(key)
+        contexts = _contexts.setdefault(helper, weakref.WeakValueDictionary())
+        context = contexts.get(key)
         if context is None:
-            context = own_contexts[key] = Context(owner, merged)
+            context = contexts[key] = Context(owner, merged)
     return _keep(context) if all(are_pure(rules) for _, rules in merged.values()) else context
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _ByIdentity:
-    """Stands for a rule that cannot be hashed, such as a plain dataclass, in the key of a context."""
+    """A hashable substitute for an unhashable rule, such as a plain dataclass, in the key of a context."""
 
     rules: Any
 
@@ -229,7 +232,7 @@ class _ByIdentity:
 
 
 def hashable(rules: Any) -> Any:
-    """A stand-in for rules, such as `cache_key` gives, that can be hashed."""
+    """Returns a hashable substitute for the result of `cache_key`."""
     try:
         hash(rules)
     except TypeError:
@@ -238,10 +241,10 @@ def hashable(rules: Any) -> Any:
 
 
 def checked_bindings(bindings: Mapping[str, RuleLike] | None) -> dict[str, RuleLike]:
-    """The bindings of a context, checked.
+    """Returns the bindings of a context, after checking them.
 
     Raises:
-        StructureError: not a dict of annotation name -> rule.
+        StructureError: they are not a dict of annotation name -> rule.
     """
     if bindings is None:
         return {}
@@ -258,8 +261,8 @@ def checked_bindings(bindings: Mapping[str, RuleLike] | None) -> dict[str, RuleL
 class ActiveHelper:
     """What `MeshShardingHelper.get_context` returns: a reusable, re-entrant context manager.
 
-    It belongs to a thread, and contexts are left in the reverse order of entering: other orders, as of
-    generators or asyncio tasks that take turns, are an error.
+    It belongs to a thread, and contexts must be exited in the reverse order of entering. Other orders, which
+    interleaved generators or asyncio tasks cause, are an error.
 
     Attributes:
         mesh_helper: the helper.
@@ -269,20 +272,20 @@ class ActiveHelper:
     def __init__(
         self,
         mesh_helper: MeshOwner,
-        kept: LRUCache[Context, Context],
+        contexts: LRUCache[Context, Context],
         annotation_shardings: Mapping[str, RuleLike] | None,
     ) -> None:
         self._bindings = checked_bindings(annotation_shardings)
         self.mesh_helper = mesh_helper
         self.annotation_shardings = annotation_shardings
-        self._kept = kept
+        self._contexts = contexts
 
     def __enter__(self) -> ActiveHelper:
         context = context_for(self.mesh_helper, self._bindings)
-        self._kept.add(context, context)  # so that equal bindings find it later
+        self._contexts.add(context, context)  # keeps it alive for equal bindings
         manager = activate(context, set())
         manager.__enter__()
-        _entered.managers.append((self, manager))
+        _stack.managers.append((self, manager))
         return self
 
     def __exit__(
@@ -291,15 +294,15 @@ class ActiveHelper:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        stack = _entered.managers
+        stack = _stack.managers
         if stack and stack[-1][0] is self:
             stack.pop()[1].__exit__(kind, error, trace)
-            while stack and stack[-1][0] is None:  # those left before their turn
+            while stack and stack[-1][0] is None:  # those that were exited out of order
                 stack.pop()[1].__exit__(None, None, None)
             return
-        own = [place for place, (owner, _) in enumerate(stack) if owner is self]
-        if own:
-            stack[own[-1]] = (None, stack[own[-1]][1])
+        positions = [i for i, (owner, _) in enumerate(stack) if owner is self]
+        if positions:
+            stack[positions[-1]] = (None, stack[positions[-1]][1])
         if error is None:
             raise MeshError(
                 'a get_context() is left before one that was entered after it, or in another thread: the '

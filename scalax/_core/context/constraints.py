@@ -1,8 +1,8 @@
-"""Constraints and annotations: shardings of values inside compiled functions.
+"""Sharding constraints and annotations of values inside compiled functions.
 
-What JAX is asked for depends on the type of each mesh axis: an Auto axis takes a sharding *constraint*,
-an Explicit axis a *reshard* (it is part of the value's type), and a Manual axis, inside ``shard_map``,
-belongs to the caller and is left alone.
+The JAX operation depends on the type of each mesh axis: an Auto axis needs a sharding *constraint*, an
+Explicit axis a *reshard*, because it is part of the value's type, and a Manual axis, inside ``shard_map``,
+is ignored, because it belongs to the caller.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def with_sharding_constraint(tree: Tree, rules: RuleLike) -> Tree:
 
 @renamed(pytree='tree')
 def with_sharding_annotation(tree: Tree, sharding_name: str) -> Tree:
-    """Names a place in a model, to be given its sharding where the model is compiled.
+    """Names a value in a model, whose sharding is chosen where the model is compiled.
 
     The sharding is the one that ``helper.sjit(..., annotation_shardings={sharding_name: rule})`` (or
     ``helper.get_context(...)``) binds to the name. A name that nobody bound does nothing.
@@ -102,10 +102,10 @@ def with_sharding_annotation(tree: Tree, sharding_name: str) -> Tree:
         raise ArgumentError(
             f'with_sharding_annotation(tree, name): the name is a string, got {type(sharding_name).__name__}'
         )
-    found = active_helper.look_up_annotation(sharding_name)
-    if found is None:
+    binding = active_helper.look_up_annotation(sharding_name)
+    if binding is None:
         return tree
-    helper, rules = found
+    helper, rules = binding
     where = f'annotation {sharding_name!r}'
     # The scope names the operation in profiles and plans.
     with jax.named_scope(f'annotation({sharding_name})'):
@@ -119,7 +119,7 @@ def constrain(
     on_indivisible: OnIndivisible = 'error',
     where: str = 'a sharding constraint',
 ) -> Any:
-    """Resolves *rules* on *mesh* and applies the shardings to *pytree*."""
+    """Resolves rules on a mesh and applies the shardings to a pytree."""
     mesh = retyped_mesh(mesh)
     resolution = resolve(
         rules,
@@ -134,7 +134,7 @@ def constrain(
 
 
 def apply_shardings(pytree: Any, shardings: Sequence[NamedSharding | None]) -> Any:
-    """Applies shardings that are resolved already, one for each leaf; None leaves a leaf as it is."""
+    """Applies resolved shardings, one for each leaf. None leaves a leaf unchanged."""
     leaves, treedef = jax.tree.flatten(pytree)
     applied = [
         leaf if sharding is None else apply_sharding(leaf, sharding)
@@ -144,33 +144,35 @@ def apply_shardings(pytree: Any, shardings: Sequence[NamedSharding | None]) -> A
 
 
 def has_explicit_axes(sharding: Any) -> TypeGuard[NamedSharding]:
-    """Whether arrays of this sharding have it in their types: its mesh has Explicit axes."""
+    """Returns whether a sharding is part of the types of its arrays, because its mesh has Explicit axes."""
     return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
 
 
 def explicit_sharding(kind: Any) -> NamedSharding | None:
-    """The sharding that a type has over Explicit axes; None without any."""
+    """Returns the sharding of a type over Explicit axes, or None if it has no Explicit axes."""
     sharding = kind.sharding
     if not has_explicit_axes(sharding):
         return None
     if AxisType.Auto not in sharding.mesh.axis_types:
         return sharding
-    # Along Auto axes the compiler decides.
-    open_ = [entry or partition_specs.UNCONSTRAINED for entry in partition_specs.entries(sharding.spec)]
-    return sharding.update(spec=PartitionSpec(*open_))
+    # The compiler decides about Auto axes.
+    open_entries = [
+        entry or partition_specs.UNCONSTRAINED for entry in partition_specs.entries(sharding.spec)
+    ]
+    return sharding.update(spec=PartitionSpec(*open_entries))
 
 
 def retyped_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """The mesh with the axis types that JAX's shard_map, auto_axes or explicit_axes gives it here.
+    """Returns the mesh with the axis types of the enclosing shard_map, auto_axes or explicit_axes.
 
-    Outside of these it is *mesh* itself, or the mesh that stands in for it. The types of a trace hold
-    Explicit axes of the mesh in force, even if that is for another platform. They hold no Auto axes, and
-    shardings on a mesh without devices are lost.
+    Outside of these it is *mesh* itself, or the active mesh in its place. Types in a trace refer to the
+    Explicit axes of the ambient mesh, even if it is for another platform. They do not hold Auto axes, and
+    shardings on a mesh without devices would be lost.
     """
     ambient, mesh = jax.sharding.get_abstract_mesh(), active_helper.active_mesh(mesh)
-    in_types = AxisType.Explicit in mesh.axis_types and _has_same_axes(ambient, mesh)
-    retyped = (has_other_types(ambient, mesh) or (in_types and ambient != as_abstract(mesh))) and is_traced()
-    if ambient.empty or (not ambient.manual_axes and not retyped):
+    is_explicit = AxisType.Explicit in mesh.axis_types and _has_same_axes(ambient, mesh)
+    differs = has_other_types(ambient, mesh) or (is_explicit and ambient != as_abstract(mesh))
+    if ambient.empty or (not ambient.manual_axes and not (differs and is_traced())):
         return mesh
     if dict(ambient.shape) != dict(mesh.shape):
         raise MeshError(
@@ -182,47 +184,44 @@ def retyped_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
 
 
 def use_mesh(mesh: Mesh | AbstractMesh, what: str) -> contextlib.AbstractContextManager[Any]:
-    """A context manager in which *mesh* is in force, for operations of JAX, in place of ``jax.set_mesh``.
+    """Returns a context manager in which *mesh* is the ambient mesh, in place of that of ``jax.set_mesh``.
 
     Raises:
-        MeshError: the other mesh has other devices; or values of a compiled function have types of it.
+        MeshError: the ambient mesh has other devices, or values of a compiled function have types of it.
     """
-    ambient, own = jax.sharding.get_abstract_mesh(), as_abstract(mesh)
+    ambient, abstract = jax.sharding.get_abstract_mesh(), as_abstract(mesh)
     if ambient.empty:
         return contextlib.nullcontext()
     if not is_traced() and isinstance(mesh, Mesh) and not jax.sharding.get_mesh().empty:
-        devices = [[device.id for device in each.devices.flat] for each in (mesh, jax.sharding.get_mesh())]
-        if devices[0] != devices[1]:
+        ids, ambient_ids = ([device.id for device in m.devices.flat] for m in (mesh, jax.sharding.get_mesh()))
+        if ids != ambient_ids:
             raise MeshError(
-                f'{what} is for the devices {devices[0]}, under jax.set_mesh of the devices {devices[1]}: '
+                f'{what} is for the devices {ids}, under jax.set_mesh of the devices {ambient_ids}: '
                 'exit that mesh before the call'
             )
-    if ambient == own:
+    if ambient == abstract:
         return contextlib.nullcontext()
-    if ambient.size != own.size:
+    if ambient.size != abstract.size:
         raise MeshError(
-            f'{what} is for a mesh of {own.size} devices, under jax.set_mesh of one of {ambient.size}: exit '
-            'that mesh before the call'
+            f'{what} is for a mesh of {abstract.size} devices, under jax.set_mesh of one of {ambient.size}: '
+            'exit that mesh before the call'
         )
-    if AxisType.Explicit in (*ambient.axis_types, *own.axis_types) and is_compiled():
-        ours, theirs = (
-            partition_specs.axis_sizes_text(own.shape),
-            partition_specs.axis_sizes_text(ambient.shape),
-        )
+    if AxisType.Explicit in (*ambient.axis_types, *abstract.axis_types) and is_compiled():
         raise MeshError(
-            f'{what} is for the mesh ({ours}), in a function that is compiled for the mesh ({theirs}): JAX '
-            'joins no values of two meshes where axes are Explicit; use the helper of one mesh'
+            f'{what} is for the mesh ({partition_specs.axis_sizes_text(abstract.shape)}), in a function that '
+            f'is compiled for the mesh ({partition_specs.axis_sizes_text(ambient.shape)}): JAX joins '
+            'no values of two meshes where axes are Explicit; use the helper of one mesh'
         )
-    return jax.sharding.use_abstract_mesh(own)
+    return jax.sharding.use_abstract_mesh(abstract)
 
 
 def as_abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
-    """The mesh without devices."""
+    """Returns the mesh without devices."""
     return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
 
 
 def has_other_types(ambient: AbstractMesh, mesh: Mesh | AbstractMesh) -> bool:
-    """Whether *ambient* has the axes of *mesh*, of other types."""
+    """Returns whether *ambient* has the axes of *mesh*, with other types."""
     return _has_same_axes(ambient, mesh) and ambient.axis_types != mesh.axis_types
 
 
@@ -231,39 +230,39 @@ def _has_same_axes(ambient: AbstractMesh, mesh: Mesh | AbstractMesh) -> bool:
 
 
 def ambient_mesh() -> Mesh | AbstractMesh:
-    """The mesh of ``jax.set_mesh``: with its devices outside of ``jax.jit``, without them inside."""
+    """Returns the mesh of ``jax.set_mesh``: inside ``jax.jit`` without devices, outside with devices."""
     return jax.sharding.get_abstract_mesh() if is_traced() else jax.sharding.get_mesh()
 
 
 def apply_sharding(leaf: Any, sharding: NamedSharding) -> Any:
-    """Applies a sharding that is resolved already to one array or value of a trace."""
+    """Applies a resolved sharding to one array or traced value."""
     mesh, spec = sharding.mesh, sharding.spec
     axes = partition_specs.MeshAxes.of(mesh)
     explicit, auto = set(axes.of_type(AxisType.Explicit)), set(axes.of_type(AxisType.Auto))
     if {*axes.types.values()} == {AxisType.Auto}:
         if isinstance(mesh, AbstractMesh) and not is_compiled():
-            # Under jax.grad or jax.vmap alone JAX puts no array on a mesh without devices.
+            # Under jax.grad or jax.vmap alone, JAX cannot place an array on a mesh without devices.
             return _compiled_constraint(sharding)(leaf)
         return _constrained(leaf, sharding)
     if explicit:
-        typed = partition_specs.with_entries(
+        explicit_spec = partition_specs.with_entries(
             spec, fill_unconstrained(partition_specs.only_axes(spec, explicit), leaf)
         )
-        if not has_type(leaf, mesh, typed):
-            leaf = reshard(leaf, sharding.update(spec=typed))
+        if not has_type(leaf, mesh, explicit_spec):
+            leaf = reshard(leaf, sharding.update(spec=explicit_spec))
     if auto:
-        # None for a dimension that an Explicit axis shards: the type keeps that axis.
-        constraint = partition_specs.only_axes(PartitionSpec(*partition_specs.entries(spec)), auto)
-        leaf = _compiled_constraint(sharding.update(spec=constraint))(leaf)
+        # A dimension that an Explicit axis shards gets None: its type keeps that axis.
+        auto_spec = partition_specs.only_axes(PartitionSpec(*partition_specs.entries(spec)), auto)
+        leaf = _compiled_constraint(sharding.update(spec=auto_spec))(leaf)
     return leaf
 
 
 def constrain_to_devices(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """The outputs of a function, constrained to the devices of a mesh of Auto axes, and to no sharding there.
+    """Constrains the outputs of a function to the devices of a mesh of Auto axes, without fixing a sharding.
 
-    In a trace JAX knows a mesh in force without its devices: if nothing else says on which a program runs, it
-    is compiled for one, and specs of JAX's own functions are lost. Outputs are never dropped as unused, and
-    gradients come in through those that have any.
+    In a trace, JAX knows the ambient mesh without its devices. If nothing else determines the devices of a
+    program, it is compiled for one device, and specs of JAX's own functions are lost. Outputs are never
+    dropped as unused, and the gradients of inexact outputs are constrained too.
     """
     leaves, treedef = jax.tree.flatten(tree)
     dtypes = {
@@ -271,27 +270,30 @@ def constrain_to_devices(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     }
     for i in [i for i in dtypes if jnp.issubdtype(dtypes[i], jnp.inexact)] or [*dtypes][:1]:
         leaves[i] = compile_for_devices(leaves[i], mesh)
-    if not dtypes:  # the program keeps what is unused
+    if not dtypes:  # JAX does not remove this unused constraint
         compile_for_devices(jnp.zeros(()), mesh)
     return jax.tree.unflatten(treedef, leaves)
 
 
 def has_type(leaf: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> bool:
-    """Whether a value of a trace has this type: a reshard would also close its dimensions on Auto axes."""
-    now = jax.typeof(leaf).sharding
+    """Returns whether a traced value has this sharding in its type, so that it needs no reshard.
+
+    A reshard would also fix its dimensions over Auto axes.
+    """
+    current = jax.typeof(leaf).sharding
     return (
         isinstance(leaf, jax.core.Tracer)
-        and dict(now.mesh.shape) == dict(mesh.shape)
-        and partition_specs.canonical(now.spec) == partition_specs.canonical(spec)
+        and dict(current.mesh.shape) == dict(mesh.shape)
+        and partition_specs.canonical(current.spec) == partition_specs.canonical(spec)
     )
 
 
 @functools.lru_cache(maxsize=4096)
 def _compiled_constraint(sharding: NamedSharding) -> Callable[[Any], Any]:
-    """A constraint on the Auto axes of a mixed mesh, compiled wherever it is called.
+    """Returns a compiled function that constrains the Auto axes of a mixed mesh.
 
-    Outside of ``jax.jit`` a constraint places the entire array, and would undo the reshard.
-    Not inlined: JAX 0.10 then gives cotangents a type without the Explicit axes.
+    Outside of ``jax.jit``, a constraint places the entire array, which would undo the reshard. The function
+    is not inlined, because JAX 0.10 would then give cotangents a type without the Explicit axes.
     """
     return jax.jit(lambda leaf: _constrained(leaf, sharding))
 
@@ -308,7 +310,7 @@ def _constrained(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def _constrain_named_shardings(pytree: Any, rules: RuleLike) -> Any:
-    """Without any mesh: NamedShardings have their own, and other rules do nothing."""
+    """Applies NamedShardings, which have a mesh, where there is no ambient mesh. Other rules do nothing."""
     parts = match_subtrees(rules, pytree)
     if not any(isinstance(part.rule, NamedSharding) for part in parts):
         return pytree

@@ -1,8 +1,8 @@
-"""Resharding of values and arrays, also where devices hold parts of a sum (unreduced axes).
+"""Resharding of values and arrays, including partial sums (unreduced axes).
 
 The value of an unreduced array is the sum over its unreduced axes. ``jax.device_put`` only moves blocks and
-copies; compiled programs add parts up and make them. JAX makes parts of a value by keeping the value in one
-place, with zeros in the others.
+copies, so compiled programs reduce partial sums and create them. JAX creates partial sums by keeping the
+value at one index of the axis, with zeros at the others.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from scalax.errors import Problem, ShardingError
 
 
 def reshard(leaf: Any, sharding: NamedSharding) -> Any:
-    """``jax.sharding.reshard``, also from sums over some axes to sums over others.
+    """Reshards a value, also from partial sums over some axes to partial sums over others.
 
-    There XLA (of JAX 0.10 to 0.12) would end the process.
+    In that case XLA (of JAX 0.10 to 0.12) would end the process, so the sums are reduced first.
 
     Raises:
-        ShardingError: the value cannot be made parts of sums.
+        ShardingError: the value cannot be converted to partial sums.
     """
-    had, wanted = jax.typeof(leaf).sharding.spec, sharding.spec
-    if wanted.unreduced - had.unreduced:
-        reject_partial_sums(leaf, wanted)
-        if had.unreduced - wanted.unreduced:
-            summed = partition_specs.with_entries(
-                partition_specs.only_reduction_axes(wanted, wanted.reduced), partition_specs.entries(wanted)
+    source, target = jax.typeof(leaf).sharding.spec, sharding.spec
+    if target.unreduced - source.unreduced:
+        reject_partial_sums(leaf, target)
+        if source.unreduced - target.unreduced:
+            reduced_spec = partition_specs.with_entries(
+                partition_specs.only_reduction_axes(target, target.reduced), partition_specs.entries(target)
             )
-            leaf = jax.sharding.reshard(leaf, sharding.update(spec=summed))
+            leaf = jax.sharding.reshard(leaf, sharding.update(spec=reduced_spec))
     return jax.sharding.reshard(leaf, sharding)
 
 
 def reject_partial_sums(leaf: Any, spec: PartitionSpec) -> None:
-    """Raises ShardingError if a value cannot be made parts of sums: XLA would end the process."""
+    """Raises ShardingError if a value cannot be converted to partial sums: XLA would end the process."""
     kind = unreduced_kind(spec)
     if kind != 'sum':
         what = 'arrays'
@@ -62,48 +62,48 @@ def reject_partial_sums(leaf: Any, spec: PartitionSpec) -> None:
 
 
 def device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-    """``jax.device_put`` of all leaves at once, where arrays and shardings may have unreduced axes."""
-    whole = [_with_sums_of(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
-    directly = [
-        sharding if unreduced_axes(leaf) else _reduced(sharding)
-        for leaf, sharding in zip(whole, shardings, strict=True)
+    """Calls ``jax.device_put`` for all leaves at once, whose shardings may have unreduced axes."""
+    leaves = [_reduce_unless_kept(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
+    reduced_shardings = [
+        sharding if unreduced_axes(leaf) else _without_unreduced(sharding)
+        for leaf, sharding in zip(leaves, shardings, strict=True)
     ]
-    placed = jax.device_put(whole, directly)
+    placed = jax.device_put(leaves, reduced_shardings)
     return [
-        leaf if to is sharding else _reshard_to(sharding)(leaf)
-        for leaf, to, sharding in zip(placed, directly, shardings, strict=True)
+        leaf if reduced is sharding else _reshard_to(sharding)(leaf)
+        for leaf, reduced, sharding in zip(placed, reduced_shardings, shardings, strict=True)
     ]
 
 
 def reduce_partial_sums(leaf: Any) -> Any:
-    """An array whose parts are added up; any other leaf as it is."""
-    return _reshard_to(_reduced(leaf.sharding))(leaf) if unreduced_axes(leaf) else leaf
+    """Reduces the partial sums of an array. Returns any other leaf as it is."""
+    return _reshard_to(_without_unreduced(leaf.sharding))(leaf) if unreduced_axes(leaf) else leaf
 
 
 def unreduced_axes(leaf: Any) -> frozenset[Any]:
-    """The unreduced axes of an array; none of anything else."""
+    """Returns the unreduced axes of an array; no axes for any other leaf."""
     if not isinstance(leaf, jax.Array):
         return frozenset()
     return leaf.sharding.spec.unreduced if isinstance(leaf.sharding, NamedSharding) else frozenset()
 
 
-def _with_sums_of(leaf: Any, sharding: NamedSharding) -> Any:
-    """The leaf with its parts added up, unless it is to have parts of the same sums on other devices."""
+def _reduce_unless_kept(leaf: Any, sharding: NamedSharding) -> Any:
+    """Reduces the partial sums of a leaf, unless *sharding* keeps the same sums on the same mesh."""
     if not unreduced_axes(leaf):
         return leaf
-    stays = leaf.sharding.mesh == sharding.mesh
-    if stays and _same_sums(leaf.sharding.spec, sharding.spec):
+    same_mesh = leaf.sharding.mesh == sharding.mesh
+    if same_mesh and _are_same_sums(leaf.sharding.spec, sharding.spec):
         return leaf
-    # In one step: a reduce-scatter where it is to be sharded along these axes.
-    return _reshard_to(_reduced(sharding))(leaf) if stays else reduce_partial_sums(leaf)
+    # Reducing and sharding in one program allows a reduce-scatter.
+    return _reshard_to(_without_unreduced(sharding))(leaf) if same_mesh else reduce_partial_sums(leaf)
 
 
-def _same_sums(one: PartitionSpec, other: PartitionSpec) -> bool:
-    return one.unreduced == other.unreduced and unreduced_kind(one) == unreduced_kind(other)
+def _are_same_sums(first: PartitionSpec, second: PartitionSpec) -> bool:
+    return first.unreduced == second.unreduced and unreduced_kind(first) == unreduced_kind(second)
 
 
-def _reduced(sharding: NamedSharding) -> NamedSharding:
-    """The sharding without unreduced axes; the same object where it has none."""
+def _without_unreduced(sharding: NamedSharding) -> NamedSharding:
+    """Removes the unreduced axes of a sharding. Returns the same object if it has none."""
     spec = sharding.spec
     if not spec.unreduced:
         return sharding
@@ -112,10 +112,11 @@ def _reduced(sharding: NamedSharding) -> NamedSharding:
 
 @functools.lru_cache(maxsize=1024)
 def _reshard_to(sharding: NamedSharding) -> Callable[[Any], jax.Array]:
+    """Returns a compiled function that reshards its argument."""
     return jax.jit(lambda value: reshard(value, sharding))
 
 
 @functools.lru_cache(maxsize=256)
 def identity(sharding: NamedSharding) -> Callable[[Any], Any]:
-    """A compiled function that gives its argument a sharding."""
+    """Returns a compiled identity function whose result has the sharding."""
     return jax.jit(lambda value: value, out_shardings=sharding)

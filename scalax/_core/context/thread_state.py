@@ -1,4 +1,4 @@
-"""The state that JAX keeps for each thread, and calls in another thread under that state."""
+"""JAX's thread-local state, and calls in another thread under the state of this one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from scalax._jax.tracing import THREAD_SETTINGS
 
 
 class ThreadState:
-    """The state of the thread that makes this object, for another thread to enter.
+    """A copy of the state of the thread that creates the object, for another thread to enter.
 
-    JAX's settings, Python's context variables and, with *in_contexts*, the mesh of ``jax.set_mesh``, the
-    active helper with its annotations, and the active mapping of named axes. JAX has no public way to ask for
-    the rest, such as ``jax.named_scope`` and contexts that other libraries make with
+    It consists of JAX's settings, Python's context variables and, with *in_contexts*, the mesh of
+    ``jax.set_mesh``, the active helper with its annotations, and the active mapping of named axes. JAX has no
+    public way to read the rest, such as ``jax.named_scope`` and contexts that other libraries create with
     ``jax.make_user_context``.
     """
 
@@ -39,19 +39,19 @@ class ThreadState:
             self._managers.append(lambda: active_helper.activate_mapping(mapping))
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Runs *call* with this state in force; in one thread at a time."""
+        """Runs *call* under this state, which only one thread at a time may enter."""
 
-        def entered() -> Any:
+        def run_in_state() -> Any:
             with self._entered():
                 return call()
 
-        return self._variables.run(entered)
+        return self._variables.run(run_in_state)
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for name, value in self._settings:
-                # Only what differs: a thread follows jax.config.update in settings that it has not entered.
+                # Only different settings are entered: others keep following jax.config.update.
                 if getattr(jax.config, f'jax_{name}') != value:
                     stack.enter_context(getattr(jax, name)(value))
             for manager in self._managers:
@@ -60,10 +60,10 @@ class ThreadState:
 
 
 def run_in_thread(name: str, call: Callable[[], Any]) -> Any:
-    """Runs *call* in a thread of that name, waits for it, and returns or raises what it does.
+    """Runs *call* in a new thread, waits for it, and returns its result or raises its error.
 
-    It runs under JAX's settings of this thread, but without its contexts, such as ``jax.set_mesh``. Ctrl-C
-    ends the waiting and not the thread; Python waits for that when it exits.
+    It runs under JAX's settings of this thread, but outside of its contexts, such as ``jax.set_mesh``. Ctrl-C
+    ends the wait but not the thread, for which Python waits when it exits.
     """
     executor = ThreadPoolExecutor(1, name)
     try:

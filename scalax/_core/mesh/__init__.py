@@ -1,4 +1,1 @@
-"""Meshes.
-
-Offers meshes built from axis dimensions and names, of devices that are here or of TPU topologies.
-"""
+"""Meshes of attached devices, and topologies of TPUs and GPUs that are not attached."""

@@ -1,10 +1,11 @@
-"""What the compiler for NVIDIA GPUs is told of one that is not here: XLA's ``GpuTargetConfigProto``, as text.
+"""Descriptions of NVIDIA GPUs for XLA's compiler: ``GpuTargetConfigProto``, as text.
 
-The numbers of a kind are those that its driver reports, as XLA's own descriptions of GPUs have them
-(https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs); H100 NVL and GH200, which are
-not there, are from their data sheets (https://www.nvidia.com/en-us/data-center/h100 and
-https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip). What all GPUs of an architecture have in
-common is in table "Technical Specifications per Compute Capability" of the CUDA C++ programming guide.
+The values of a kind are the values that its driver reports, as in XLA's own descriptions of GPUs
+(https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs). H100 NVL and GH200, which are
+missing there, are from their data sheets (https://www.nvidia.com/en-us/data-center/h100 and
+https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip). The values that all GPUs of an
+architecture share are from the table "Technical Specifications per Compute Capability" of the CUDA C++
+programming guide.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ class Target(NamedTuple):
     """A GPU, as its driver describes it.
 
     Attributes:
-        device_kind: its name, which JAX reports as ``device.device_kind``.
-        capability: its compute capability.
-        cores: the number of its streaming multiprocessors.
-        ghz: the most that they are clocked with.
-        memory_bytes: the size of its memory.
-        memory_rate: bytes a second between its memory and its cores.
-        l2_bytes: the size of its cache.
-        links: the number of its links of NVLink. They decide which all-reduces are kernels of XLA's own.
+        device_kind: the name that JAX reports as ``device.device_kind``.
+        capability: the compute capability.
+        cores: the number of streaming multiprocessors.
+        ghz: the maximum clock rate.
+        memory_bytes: the size of the memory.
+        memory_rate: the memory bandwidth, in bytes per second.
+        l2_bytes: the size of the L2 cache.
+        links: the number of NVLink links. XLA chooses the kernels of all-reduces by it.
     """
 
     device_kind: str
@@ -54,9 +55,9 @@ TARGETS = {
     'gb200': Target('NVIDIA GB200', (10, 0), 152, 2.062, 197_897_748_480, 7_928_064 * _MB, 135_528_448),
     'gb300': Target('NVIDIA GB300', (10, 3), 152, 2.07, 297_021_079_552, 7_928_064 * _MB, 135_528_448),
 }
-"""Kind of GPU -> what the compiler is told of it."""
+"""Kind of GPU -> its description."""
 
-# Compute capability -> floating-point units and bytes of shared memory of a core, and the most of a block.
+# Major compute capability -> floating-point units per core, bytes of shared memory per core and per block.
 _CORES = {8: (64, 167_936, 166_912), 9: (128, 233_472, 232_448), 10: (128, 233_472, 232_448)}
 
 _TEXT = """\
@@ -70,7 +71,7 @@ gpu_device_info {{
   l2_cache_size: {target.l2_bytes}
   shared_memory_per_core: {shared}
   shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {most_shared}
+  shared_memory_per_block_optin: {max_shared}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   threads_per_core_limit: 2048
@@ -89,11 +90,11 @@ device_description_str: "{target.device_kind}"
 
 
 FIELDS = ('cuda_compute_capability', *re.findall(r'(?m)^ *(\w+):', _TEXT))
-"""What a target config has to have."""
+"""The fields that a target config must have."""
 
 
 def target_config(kind: str) -> str:
-    """The ``GpuTargetConfigProto`` of a kind of GPU, as text.
+    """Returns the ``GpuTargetConfigProto`` of a kind of GPU, as text.
 
     Example:
         >>> 'core_count: 132' in target_config('h100')
@@ -101,8 +102,8 @@ def target_config(kind: str) -> str:
     """
     target = TARGETS[kind]
     major, minor = target.capability
-    units, shared, most_shared = _CORES[major]
-    extension = 'ACCELERATED_FEATURES' if major >= 9 else 'NONE'  # sm_90a: with the units of its own
+    units, shared, max_shared = _CORES[major]
+    extension = 'ACCELERATED_FEATURES' if major >= 9 else 'NONE'  # such as sm_90a
     return _TEXT.format(
         target=target,
         major=major,
@@ -110,5 +111,5 @@ def target_config(kind: str) -> str:
         extension=extension,
         units=units,
         shared=shared,
-        most_shared=most_shared,
+        max_shared=max_shared,
     )

@@ -1,7 +1,8 @@
-"""Topologies of NVIDIA GPUs that are not here, such as ``'h100:8x8'``, for XLA's compiler for GPUs.
+"""Topologies of NVIDIA GPUs that are not attached, such as ``'h100:8x8'``, for XLA's GPU compiler.
 
-That compiler needs no GPU and no driver: it is told of the GPU (`gpu_targets`), and how many there are. A
-*domain* is what NVLink joins: a host, or a rack of hosts (NVL72). It is to GPUs what a slice is to TPUs.
+The compiler needs no GPU and no driver, only a description of the GPU (`gpu_targets`) and of the topology. An
+NVLink *domain* is the set of GPUs that NVLink connects: a host, or a rack of hosts (NVL72). It corresponds to
+a slice of TPUs.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from scalax.errors import MeshError, MissingDependencyError, plural
 
 
 class GPULimits(NamedTuple):
-    """How many GPUs of a kind are joined.
+    """The largest number of GPUs of a kind in a host and in an NVLink domain.
 
     Attributes:
-        gpus_per_host: the most in a host.
-        gpus_per_domain: the most that NVLink joins; as many as in a host, if it stays inside of hosts.
+        gpus_per_host: the largest number in a host.
+        gpus_per_domain: the largest number in an NVLink domain; equal to *gpus_per_host* if NVLink does not
+            connect hosts.
     """
 
     gpus_per_host: int
@@ -36,34 +38,34 @@ GPU_KINDS = dict.fromkeys(TARGETS, GPULimits(8, 8)) | {
     'gb200': GPULimits(4, 72),
     'gb300': GPULimits(4, 72),
 }
-"""Kind of GPU -> how many are joined. A bridge of NVLink joins two cards of PCIe: they count as a host. Four
-GH200 in a host are joined each with each.
+"""Kind of GPU -> its limits. Two PCIe cards with an NVLink bridge count as a host. The four GH200 in a host
+are fully connected.
 
-Sources: NVIDIA's pages of HGX A100, H100, H200 and B200, of H100 NVL and PCIe, of GB200 NVL72 and GB300
-NVL72; of GH200 https://apps.fz-juelich.de/jsc/hps/jupiter/configuration.html."""
+Sources: NVIDIA's pages on HGX A100, H100, H200 and B200, on H100 NVL and PCIe, on GB200 NVL72 and GB300
+NVL72; for GH200 https://apps.fz-juelich.de/jsc/hps/jupiter/configuration.html."""
 
 PLUGINS = ('jax-cuda12-pjrt', 'jax-cuda13-pjrt')
-"""The packages with the compiler, for two versions of CUDA."""
+"""The packages that contain the compiler, for two versions of CUDA."""
 
 _AMD = re.compile(r'mi\d{3}', re.IGNORECASE)
 _FILE = '.txtpb'
 _EXAMPLES = 'XLA has examples: https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs'
-# The value of a field; of a compute capability its major number.
+# The value of a field; for a compute capability, its major number.
 _FIELD = r'\b{}\s*:?\s*(?:{{[^}}]*?\bmajor\s*:)?\s*({{[^}}]*}}|[^\s}}]+)'
-_VALUE = re.compile(r'["\']|[0.]*[1-9]|0[xX]0*[1-9a-fA-F]')  # a text, or a number above 0
-_NUMBERS = re.compile(r'\d+(?:\.\d+)*')  # those that a version begins with, all that JAX compares
+_VALUE = re.compile(r'["\']|[0.]*[1-9]|0[xX]0*[1-9a-fA-F]')  # a string, or a number above 0
+_NUMBERS = re.compile(r'\d+(?:\.\d+)*')  # the release part of a version, which is all that JAX compares
 _SIZE = re.compile(r'(?:(?:([1-9]\d{0,5})x)?([1-9]\d{0,5})x)?([1-9]\d{0,3})')
 
 
 @dataclasses.dataclass(frozen=True)
 class GPUTopology:
-    """GPUs that are joined.
+    """GPUs in hosts and NVLink domains.
 
     Attributes:
         kind: a key of `GPU_KINDS`, or the path of a target config.
         domains: the number of NVLink domains.
-        hosts_per_domain: the number of hosts of each.
-        gpus_per_host: the number of GPUs of a host.
+        hosts_per_domain: the number of hosts in a domain.
+        gpus_per_host: the number of GPUs in a host.
     """
 
     kind: str
@@ -73,7 +75,7 @@ class GPUTopology:
 
 
 def is_gpu_topology(topology: str) -> bool:
-    """Whether a topology names GPUs, by the names of their kinds or a target config.
+    """Returns whether a topology names a kind of GPU or a target config.
 
     Example:
         >>> is_gpu_topology('h100:8'), is_gpu_topology('my.txtpb:4x8'), is_gpu_topology('v5p:4x4x4')
@@ -84,15 +86,16 @@ def is_gpu_topology(topology: str) -> bool:
 
 
 def gpu_topology(topology: str, num_slices: int = 1) -> GPUTopology:
-    """The GPUs that a topology names.
+    """Parses the name of a topology of GPUs.
 
     Args:
-        topology: ``'KIND:GPUS'``, one host; ``'KIND:HOSTSxGPUS'``: each host a domain, but of kinds whose
-            domains are larger than a host one domain; or ``'KIND:DOMAINSxHOSTSxGPUS'``.
-        num_slices: the number of domains, if the name does not have it.
+        topology: ``'KIND:GPUS'`` for one host; ``'KIND:HOSTSxGPUS'``, where each host is a domain, or all
+            hosts are one domain if NVLink connects hosts of this kind; or ``'KIND:DOMAINSxHOSTSxGPUS'``.
+        num_slices: the number of domains, if the name does not contain it.
 
     Raises:
-        MeshError: the GPUs cannot be joined so, or *num_slices* is not the number of domains in the name.
+        MeshError: such a topology does not exist, or *num_slices* differs from the number of domains in the
+            name.
 
     Example:
         >>> gpu_topology('h100:4x8').domains, gpu_topology('gb200:18x4').domains
@@ -145,20 +148,21 @@ def _check_limits(topology: GPUTopology, limits: GPULimits, name: str) -> None:
 
 
 def gpu_devices(topology: str, num_slices: int) -> Sequence[Any]:
-    """The devices of a topology of GPUs, for compiling only; those of a host, and of a domain, in a row.
+    """Returns the devices of a topology of GPUs, for compiling only, ordered by domain and host.
 
     Raises:
-        MissingDependencyError: the compiler is not installed, twice, or in a version that does not fit JAX.
+        MissingDependencyError: the compiler is not installed, is installed twice, or does not fit JAX.
         MeshError: the topology is invalid, or the compiler refuses the target config.
     """
-    found = gpu_topology(topology, num_slices)
-    config = _read_config(found.kind) if found.kind.endswith(_FILE) else target_config(found.kind)
+    parsed = gpu_topology(topology, num_slices)
+    is_file = parsed.kind.endswith(_FILE)
+    config = _read_config(parsed.kind) if is_file else target_config(parsed.kind)
     _require_plugin()
     from jax.experimental import topologies
 
-    shape = f'{found.domains}x{found.hosts_per_domain}x{found.gpus_per_host}'
+    shape = f'{parsed.domains}x{parsed.hosts_per_domain}x{parsed.gpus_per_host}'
     try:
-        described = topologies.get_topology_desc(
+        description = topologies.get_topology_desc(
             platform='cuda', topology_name='', target_config=config, topology=shape
         )
     except NotImplementedError as error:
@@ -168,10 +172,10 @@ def gpu_devices(topology: str, num_slices: int) -> Sequence[Any]:
         ) from error
     except RuntimeError as error:
         hint = ''
-        if found.kind.endswith(_FILE):
+        if is_file:
             hint = f'. The compiler wrote to stderr which part of the file it cannot read. {_EXAMPLES}'
         raise MeshError(f'the compiler for GPUs describes no topology {topology!r}: {error}{hint}') from error
-    return list(described.devices)
+    return list(description.devices)
 
 
 def _read_config(file: str) -> str:
@@ -199,44 +203,44 @@ def _read_config(file: str) -> str:
 
 
 def installed_plugins() -> dict[str, str]:
-    """The compilers for NVIDIA GPUs that are installed: package -> version."""
-    found = {}
+    """Returns the installed compilers for NVIDIA GPUs: package -> version."""
+    versions = {}
     for package in PLUGINS:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _require_plugin() -> None:
-    """Raises MissingDependencyError if there is not one compiler, of the version that JAX loads."""
-    found = installed_plugins()
-    if not found:
+    """Raises MissingDependencyError unless one compiler is installed, in the version that JAX loads."""
+    plugins = installed_plugins()
+    if not plugins:
         raise MissingDependencyError(
             'topologies of GPUs need the compiler for GPUs, which is published for Linux: '
             'pip install "jax[cuda12-local]" (no GPU is needed)'
         )
-    if wrong := plugin_fault(found, importlib.metadata.version('jaxlib')):
-        raise MissingDependencyError(': '.join(wrong))
+    if fault := plugin_fault(plugins, importlib.metadata.version('jaxlib')):
+        raise MissingDependencyError(': '.join(fault))
 
 
-def plugin_fault(found: Mapping[str, str], jaxlib: str) -> tuple[str, str] | None:
-    """What is wrong with the compilers that are installed, and what to do; None if nothing is.
+def plugin_fault(plugins: Mapping[str, str], jaxlib: str) -> tuple[str, str] | None:
+    """Returns the fault of the installed compilers and its fix, or None if there is no fault.
 
     Args:
-        found: as `installed_plugins` says.
-        jaxlib: the version of jaxlib, which is that of each of its plugins.
+        plugins: the result of `installed_plugins`.
+        jaxlib: the version of jaxlib, which its plugins share.
 
     Example:
         >>> plugin_fault({'jax-cuda12-pjrt': '0.10.0'}, '0.10.2')
         ('jax-cuda12-pjrt 0.10.0 does not fit jaxlib 0.10.2', 'pip install jax-cuda12-plugin==0.10.2')
     """
-    if len(found) > 1:
-        one, other = found
-        return f'{one} and {other} are installed, and JAX loads only one of them', f'pip uninstall {one}'
-    for package, version in found.items():
+    if len(plugins) > 1:
+        first, second = plugins
+        return f'{first} and {second} are installed, and JAX loads only one of them', f'pip uninstall {first}'
+    for package, version in plugins.items():
         if _NUMBERS.findall(version)[:1] != _NUMBERS.findall(jaxlib)[:1]:
-            cure = f'pip install {package.replace("pjrt", "plugin")}=={jaxlib}'
-            return f'{package} {version} does not fit jaxlib {jaxlib}', cure
+            fix = f'pip install {package.replace("pjrt", "plugin")}=={jaxlib}'
+            return f'{package} {version} does not fit jaxlib {jaxlib}', fix
     return None

@@ -1,7 +1,7 @@
 """Meshes from axis dimensions and names.
 
-``jax.experimental.mesh_utils`` orders the devices. This module checks the arguments, fills in -1, and
-suggests what would fit.
+``jax.experimental.mesh_utils`` orders the devices. This module checks the arguments, replaces -1, and
+suggests arguments that fit.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ def build_mesh(
     devices: Sequence[Any] | None = None,
     axis_types: AxisType | Sequence[AxisType] | None = None,
 ) -> Mesh:
-    """Builds the mesh that `MeshShardingHelper` describes.
+    """Builds a mesh from the arguments of `MeshShardingHelper`.
 
     Raises:
         MeshError: dimensions, names, types or devices do not fit together.
     """
     dims, names = checked_axes(axis_dims, axis_names)
     types = checked_types(axis_types, names)
-    at_hand = list(jax.devices() if devices is None else np.asarray(devices, dtype=object).flat)
-    if not at_hand:
+    device_list = list(jax.devices() if devices is None else np.asarray(devices, dtype=object).flat)
+    if not device_list:
         raise MeshError('devices is empty: a mesh needs at least one device')
-    if len(set(at_hand)) != len(at_hand):
+    if len(set(device_list)) != len(device_list):
         raise MeshError('devices holds a device more than once')
-    sizes = _inferred(dims, names, len(at_hand))
+    sizes = _infer_sizes(dims, names, len(device_list))
     if dcn_axis_dims is None:
-        _reject_several_slices(at_hand, names, split_physical_axes)
-        array = _one_slice(sizes, at_hand, split_physical_axes)
+        _reject_several_slices(device_list, names, split_physical_axes)
+        array = _order_in_slice(sizes, device_list, split_physical_axes)
     else:
-        array = _many_slices(sizes, names, dcn_axis_dims, at_hand, split_physical_axes)
+        array = _order_over_slices(sizes, names, dcn_axis_dims, device_list, split_physical_axes)
     return Mesh(array, names, axis_types=types)
 
 
 def checked_axes(
     axis_dims: Sequence[int], axis_names: Sequence[str]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Dimensions and names as tuples, checked against each other but not against devices."""
+    """Returns dimensions and names as tuples, after checking them against each other."""
     if isinstance(axis_names, str) or not isinstance(axis_names, Iterable):
         raise MeshError(f"axis_names is a sequence of names, such as ['data', 'model'], got {axis_names!r}")
     if not isinstance(axis_dims, Iterable):
@@ -83,7 +83,7 @@ def checked_axes(
 def checked_types(
     axis_types: AxisType | Sequence[AxisType] | None, names: tuple[str, ...]
 ) -> tuple[AxisType, ...]:
-    """One axis type for each axis; by default Auto, whatever JAX's default is."""
+    """Returns one axis type for each axis; by default Auto, whatever JAX's default is."""
     if axis_types is None:
         return (AxisType.Auto,) * len(names)
     if isinstance(axis_types, AxisType):
@@ -99,30 +99,31 @@ def checked_types(
     return types
 
 
-def _inferred(dims: tuple[int, ...], names: tuple[str, ...], count: int) -> tuple[int, ...]:
-    """The dimensions with -1 filled in; their product is *count*."""
-    sizes = _filled(dims, count)
-    asked, product = axis_sizes_text(dict(zip(names, dims, strict=True))), abs(math.prod(dims))
+def _infer_sizes(dims: tuple[int, ...], names: tuple[str, ...], count: int) -> tuple[int, ...]:
+    """Returns the dimensions with -1 replaced. Raises MeshError unless their product is *count*."""
+    sizes = _replace_minus_one(dims, count)
+    dims_text, product = axis_sizes_text(dict(zip(names, dims, strict=True))), abs(math.prod(dims))
     if -1 in sizes:
         raise MeshError(
-            f'mesh ({asked}): {count} devices do not divide by {product}, the product of the given dimensions'
+            f'mesh ({dims_text}): {count} devices do not divide by {product}, the product of the given '
+            'dimensions'
         )
     if math.prod(sizes) != count:
         raise MeshError(
-            f'mesh ({asked}) needs {plural(product, "device")}, there {"is" if count == 1 else "are"} {count}'
-            ': give one of the dimensions as -1, or some of the devices as devices=...'
+            f'mesh ({dims_text}) needs {plural(product, "device")}, there {"is" if count == 1 else "are"} '
+            f'{count}: give one of the dimensions as -1, or some of the devices as devices=...'
         )
     return sizes
 
 
-def _filled(dims: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """The dimensions with -1 filled in, if *count* divides by the others."""
+def _replace_minus_one(dims: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Returns the dimensions with -1 replaced, if *count* is divisible by the product of the others."""
     fixed = math.prod(dim for dim in dims if dim != -1)
     return dims if count % fixed else tuple(count // fixed if dim == -1 else dim for dim in dims)
 
 
 def _reject_several_slices(devices: list[Any], names: tuple[str, ...], split: bool) -> None:
-    """Raises if TPU devices of several slices would be used as if they were of one."""
+    """Raises MeshError if TPU devices of several slices would be used like devices of one slice."""
     slices = {*map(slice_of, devices)}
     if len(slices) > 1 and devices[0].platform == 'tpu' and not split:
         raise MeshError(
@@ -132,9 +133,10 @@ def _reject_several_slices(devices: list[Any], names: tuple[str, ...], split: bo
         )
 
 
-def _one_slice(
+def _order_in_slice(
     sizes: tuple[int, ...], devices: list[Any], split: bool, where: str = 'of these devices'
 ) -> np.ndarray:
+    """Returns the devices of one slice in the order of a mesh, as an array of shape *sizes*."""
     try:
         return mesh_order(sizes, devices, split)
     except NotImplementedError as error:
@@ -145,29 +147,31 @@ def _one_slice(
         ) from error
 
 
-def _many_slices(
+def _order_over_slices(
     sizes: tuple[int, ...],
     names: tuple[str, ...],
     dcn_axis_dims: Sequence[int],
     devices: list[Any],
     split: bool,
 ) -> np.ndarray:
-    given = tuple(dcn_axis_dims) if isinstance(dcn_axis_dims, Iterable) else dcn_axis_dims
-    if not isinstance(given, tuple) or len(given) != len(names):
-        raise MeshError(f'dcn_axis_dims has one entry for each of the axes {names}, got {given!r}')
-    dcn, _ = checked_axes(given, names)
-    # All CPU devices report slice 0, also those of several hosts.
+    """Returns devices of several slices in the order of a mesh: axes of *dcn_axis_dims* span slices."""
+    dcn_dims = tuple(dcn_axis_dims) if isinstance(dcn_axis_dims, Iterable) else dcn_axis_dims
+    if not isinstance(dcn_dims, tuple) or len(dcn_dims) != len(names):
+        raise MeshError(f'dcn_axis_dims has one entry for each of the axes {names}, got {dcn_dims!r}')
+    dcn, _ = checked_axes(dcn_dims, names)
+    # All CPU devices report slice 0, even on several hosts.
     slices = {*map(slice_of, devices)}
     by_process = slices == {None} or (slices == {0} and devices[0].platform == 'cpu')
     what = 'processes' if by_process else 'NVLink domains' if devices[0].platform == 'gpu' else 'slices'
-    numbers: list[Any] = [device.process_index if by_process else slice_of(device) for device in devices]
     granules: dict[int, list[Any]] = {}
-    for number, device in zip(numbers, devices, strict=True):
-        granules.setdefault(number, []).append(device)
-    dcn, asked = _filled(dcn, len(granules)), axis_sizes_text(dict(zip(names, dcn, strict=True)))
+    for device in devices:
+        index: Any = device.process_index if by_process else slice_of(device)
+        granules.setdefault(index, []).append(device)
+    dcn_text = axis_sizes_text(dict(zip(names, dcn, strict=True)))
+    dcn = _replace_minus_one(dcn, len(granules))
     if math.prod(dcn) != len(granules):
         raise MeshError(
-            f'dcn_axis_dims ({asked}) must multiply to the number of {what}, which is {len(granules)}'
+            f'dcn_axis_dims ({dcn_text}) must multiply to the number of {what}, which is {len(granules)}'
         )
     for name, total, across in zip(names, sizes, dcn, strict=True):
         if total % across:
@@ -176,38 +180,38 @@ def _many_slices(
                 f'is a multiple of its entry in dcn_axis_dims'
             )
     inside = tuple(total // across for total, across in zip(sizes, dcn, strict=True))
-    counts = [len(granules[number]) for number in sorted(granules)]
+    counts = [len(granules[index]) for index in sorted(granules)]
     if set(counts) != {math.prod(inside)}:
         raise MeshError(
             f'mesh {sizes} over {len(granules)} {what} ({dcn} across, {inside} inside each) takes '
             f'{math.prod(inside)} devices of each, which have {first_ten(map(str, counts))}'
         )
-    laid = [
-        _one_slice(inside, granules[number], split, f'inside each of the {what}')
-        for number in sorted(granules)
+    arrays = [
+        _order_in_slice(inside, granules[index], split, f'inside each of the {what}')
+        for index in sorted(granules)
     ]
-    # (across, ..., inside, ...) -> (across, inside, across, inside, ...) -> their products
+    # (across, ..., inside, ...) -> (across, inside, across, inside, ...) -> (across * inside, ...)
     count = len(sizes)
     order = [part + axis for axis in range(count) for part in (0, count)]
-    return np.stack(laid).reshape(*dcn, *inside).transpose(order).reshape(sizes)
+    return np.stack(arrays).reshape(*dcn, *inside).transpose(order).reshape(sizes)
 
 
 def checked_mesh(mesh: Any) -> Mesh | AbstractMesh:
-    """A mesh that a helper can be made of.
+    """Returns *mesh* if a helper can be made from it.
 
     Raises:
-        MeshError: it is not a mesh, is empty, or has axes of type Manual.
+        MeshError: *mesh* is not a mesh, is empty, or has axes of type Manual.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise MeshError(f'from_mesh takes a Mesh or an AbstractMesh, got {type(mesh).__name__}')
     if mesh.empty:
-        raise MeshError('from_mesh got the empty mesh, which JAX has where no mesh is set')
+        raise MeshError('from_mesh got the empty mesh, which JAX returns where no mesh is set')
     checked_types(tuple(mesh.axis_types), tuple(mesh.axis_names))
     return mesh
 
 
 def pickled(mesh: Mesh | AbstractMesh) -> Any:
-    """A mesh in a form that can be pickled, with platform and ids in place of devices."""
+    """Returns a form of a mesh that can be pickled, with a platform and ids in place of devices."""
     if isinstance(mesh, AbstractMesh):
         return mesh
     ids = np.vectorize(lambda device: device.id, otypes=[int])(mesh.devices)
@@ -215,7 +219,7 @@ def pickled(mesh: Mesh | AbstractMesh) -> Any:
 
 
 def unpickled(parts: Any) -> Mesh | AbstractMesh:
-    """The inverse of `pickled`, with the devices of this program.
+    """Returns the mesh from the result of `pickled`, with the devices of this program.
 
     Raises:
         MeshError: this program has no such devices.
@@ -223,31 +227,31 @@ def unpickled(parts: Any) -> Mesh | AbstractMesh:
     if isinstance(parts, AbstractMesh):
         return parts
     platform, ids, names, types = parts
-    devices, said = devices_of(platform)
-    why = f'. JAX reports: {said}' if said else ''
-    here = {device.id: device for device in devices}
-    missing = [number for number in ids.flat if number not in here]
+    devices, error = devices_of(platform)
+    reason = f'. JAX reports: {error}' if error else ''
+    device_of_id = {device.id: device for device in devices}
+    missing = [device_id for device_id in ids.flat if device_id not in device_of_id]
     if missing:
         raise MeshError(
             f'a pickled helper is of {ids.size} {platform!r} devices, and those with the ids '
             f'{", ".join(map(str, missing))} are not here: load it where JAX has the same devices (on a CPU, '
-            f"jax.config.update('jax_num_cpu_devices', n)), or make a helper there{why}"
+            f"jax.config.update('jax_num_cpu_devices', n)), or make a helper there{reason}"
         )
-    array = np.array([here[number] for number in ids.flat], dtype=object)
+    array = np.array([device_of_id[device_id] for device_id in ids.flat], dtype=object)
     return Mesh(array.reshape(ids.shape), names, axis_types=types)
 
 
 def has_devices(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether something can run on the mesh."""
-    return isinstance(mesh, Mesh) and _is_here(mesh.devices.flat[0])
+    """Returns whether programs can run on the mesh."""
+    return isinstance(mesh, Mesh) and _is_attached(mesh.devices.flat[0])
 
 
 def require_devices(mesh: Mesh | AbstractMesh, what: str) -> None:
-    """Raises MeshError if nothing can run on the mesh.
+    """Raises MeshError if programs cannot run on the mesh.
 
     Args:
         mesh: the mesh.
-        what: what needs the devices, for the message.
+        what: the operation that needs the devices, for the message.
     """
     if isinstance(mesh, AbstractMesh):
         raise MeshError(
@@ -262,6 +266,6 @@ def require_devices(mesh: Mesh | AbstractMesh, what: str) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _is_here(device: Any) -> bool:
-    """Whether a device is one that JAX runs on, rather than one of a topology described for compiling."""
+def _is_attached(device: Any) -> bool:
+    """Returns whether JAX can run on a device, rather than only compile for it."""
     return device in devices_of(device.platform)[0]

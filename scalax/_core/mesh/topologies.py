@@ -1,4 +1,4 @@
-"""Topologies: known TPU slices, and the devices of slices and of GPUs that are not attached."""
+"""Topologies: the known TPU slices, and the devices of TPU slices and GPUs that are not attached."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ TPU_SLICE_SIZES = {
     'v6e': _FLAT,
     'tpu7x': _CUBES,
 }
-"""Kind of chip -> the slices of it."""
+"""Kind of chip -> the sizes of its slices."""
 
 TPU_SLICES = tuple(f'{name}:{size}' for name, sizes in TPU_SLICE_SIZES.items() for size in sizes.split())
-"""The names of slices. The compiler also accepts others, of similarly even sides."""
+"""The names of TPU slices. The compiler also accepts other slices with similar sides."""
 
-# What Google Cloud calls slices: v5p-128 is 128 TensorCores, v6e-64 is 64 chips
-# (https://cloud.google.com/tpu/docs/v4, v5e, v5p and v6e): name -> (kind of chip, cores of one that count).
+# The names of slices in Google Cloud: v5p-128 has 128 TensorCores, v6e-64 has 64 chips
+# (https://cloud.google.com/tpu/docs/v4, v5e, v5p and v6e): name -> (kind of chip, cores that count per chip).
 _ACCELERATORS = {'v4': ('v4', 2), 'v5litepod': ('v5e', 1), 'v5p': ('v5p', 2), 'v6e': ('v6e', 1)}
 
 _LESS_THAN_A_HOST = re.compile(r'v[56]e:(1x1|1x2|2x1)')
-_LIKE_A_TPU = re.compile(r'v\d(?!\d)|tpu')  # and not v100, a GPU
+_LIKE_A_TPU = re.compile(r'v\d(?!\d)|tpu')  # but not v100, a GPU
 _WITHOUT_CHIPS = re.compile(r'[:=_x]0+(?![0-9])')
 
 NO_TPU_MACHINE = {
@@ -48,22 +48,22 @@ NO_TPU_MACHINE = {
     'TPU_STDERR_LOG_LEVEL': '3',
     'TPU_MIN_LOG_LEVEL': '3',
 }
-"""Without these libtpu asks the network where it runs, takes a lock, writes logs, and prints warnings."""
+"""Environment variables that keep libtpu from querying the network, taking a lock, and writing logs."""
 
 
 def topology_devices(topology: str, num_slices: int) -> Sequence[Any]:
-    """The devices of a topology, for compiling only.
+    """Returns the devices of a topology, for compiling only.
 
     Args:
         topology: a TPU slice, such as ``'v5p:4x4x4'``, or GPUs, such as ``'h100:4x8'``.
         num_slices: the number of slices.
 
     Raises:
-        MissingDependencyError: the compiler for them is not installed.
+        MissingDependencyError: the compiler is not installed.
         MeshError: the topology is unknown.
     """
     if not topology or not isinstance(topology, str):
-        # Given none, the compiler would choose one.
+        # Without a name, the compiler would choose one.
         raise MeshError(
             f"a topology has a name, such as 'v5p:4x4x4' or 'h100:4x8', got {topology!r}: "
             '`python -m scalax topologies` lists them'
@@ -73,30 +73,30 @@ def topology_devices(topology: str, num_slices: int) -> Sequence[Any]:
     if is_gpu_topology(topology):
         return gpu_devices(topology, num_slices)
     if not _LIKE_A_TPU.match(topology):
-        near = did_you_mean(topology.partition(':')[0].lower(), [*TPU_SLICE_SIZES, *GPU_KINDS])
+        suggestion = did_you_mean(topology.partition(':')[0].lower(), [*TPU_SLICE_SIZES, *GPU_KINDS])
         raise MeshError(
-            f'no topology {topology!r} is known ({near}): `python -m scalax topologies` lists them'
+            f'no topology {topology!r} is known ({suggestion}): `python -m scalax topologies` lists them'
         )
     if importlib.util.find_spec('libtpu') is None:
         raise MissingDependencyError(
             'TPU topologies need the TPU compiler, which is published for Linux: pip install "jax[tpu]"'
         )
     quiet_libtpu()
-    # The optional module is imported where it is used: it loads libtpu.
+    # Imported here because it loads libtpu.
     from jax.experimental import topologies
 
     options: dict[str, Any] = {'num_slices': num_slices} if num_slices > 1 else {}
     if topology.startswith('v4:'):
-        # The two cores of a chip are one device, as on machines; the compiler would describe two.
+        # The two cores of a chip are one device, as on real machines; by default the compiler describes two.
         options['chip_config_name'] = 'megacore'
     if small := _LESS_THAN_A_HOST.fullmatch(topology):
         # Older libtpu (0.0.42) assumes 2x2 chips on every host.
         options['chips_per_host_bounds'] = (*map(int, small[1].split('x')), 1)
     try:
-        if _WITHOUT_CHIPS.search(topology):  # the compiler would divide by it, which ends the process
+        if _WITHOUT_CHIPS.search(topology):  # the compiler would divide by zero, which ends the process
             raise ValueError('a side of 0 chips')
-        described = topologies.get_topology_desc(platform='tpu', topology_name=topology, **options)
-    # libtpu also raises RuntimeError if another process holds it; its message follows ours.
+        description = topologies.get_topology_desc(platform='tpu', topology_name=topology, **options)
+    # libtpu also raises RuntimeError if another process holds its lock; its message is part of ours.
     except (RuntimeError, ValueError) as error:
         if is_wrong_libtpu(error):
             raise MissingDependencyError(
@@ -107,14 +107,15 @@ def topology_devices(topology: str, num_slices: int) -> Sequence[Any]:
             f'the TPU compiler describes no topology {topology!r}: {error}\n{suggest(topology)}\n'
             '`python -m scalax topologies` lists those that are known'
         ) from error
-    return list(described.devices)
+    return list(description.devices)
 
 
 def quiet_libtpu() -> None:
-    """Keeps libtpu quiet on a machine without TPUs, by environment variables; those that are set stay.
+    """Keeps libtpu quiet on a machine without TPUs, by setting environment variables that are not set yet.
 
-    Where libtpu is installed JAX loads it when it is first asked for its devices, and it then prints what it
-    lacks. A program that may run on such a machine calls this first. On a machine with TPUs it does nothing.
+    Where libtpu is installed, JAX loads it when devices are first requested, and libtpu prints warnings if
+    there are no TPUs. A program that may run on such a machine calls this first. On a machine with TPUs it
+    does nothing.
     """
     if not (glob.glob('/dev/accel*') or glob.glob('/dev/vfio/[0-9]*')):
         for name, value in NO_TPU_MACHINE.items():
@@ -122,7 +123,7 @@ def quiet_libtpu() -> None:
 
 
 def suggest(topology: str) -> str:
-    """The slice that a misspelt name may stand for, for a message.
+    """Suggests a slice for an unknown name, for a message.
 
     Example:
         >>> suggest('v5p-128')
@@ -130,14 +131,14 @@ def suggest(topology: str) -> str:
     """
     name, _, count = topology.partition('-')
     kind, cores = _ACCELERATORS.get(name, ('', 0))
-    for known in TPU_SLICES:
-        if known.startswith(f'{kind}:') and str(cores * num_chips(known)) == count:
-            return f'did you mean {known!r}?'
+    for slice_name in TPU_SLICES:
+        if slice_name.startswith(f'{kind}:') and str(cores * num_chips(slice_name)) == count:
+            return f'did you mean {slice_name!r}?'
     return did_you_mean(topology, TPU_SLICES)
 
 
 def num_chips(topology: str) -> int:
-    """The chips of a slice.
+    """Returns the number of chips in a slice.
 
     Example:
         >>> num_chips('v5p:4x4x8')
