@@ -160,17 +160,17 @@ class Loop(NamedTuple):
     """
 
     body: Any
-    test: Any
-    tested: int
-    constants: int
-    carried: int
+    cond: Any
+    num_cond_consts: int
+    num_consts: int
+    num_carry: int
     length: int | None
 
-    def parts(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    def split(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
         """The constants, what is carried first, and the stacks, of operands or of what stands for them."""
-        state = self.tested + self.constants
-        stacks = state + self.carried
-        return operands[self.tested : state], operands[state:stacks], operands[stacks:]
+        state = self.num_cond_consts + self.num_consts
+        stacks = state + self.num_carry
+        return operands[self.num_cond_consts : state], operands[state:stacks], operands[stacks:]
 
 
 def loop_of(equation: Any) -> Loop:

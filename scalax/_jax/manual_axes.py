@@ -200,7 +200,7 @@ class ManualEquations:
         results = [Var(var.aval) for var in template.outvars]
         return template.replace(invars=[*operands], outvars=results, source_info=like.source_info)
 
-    def exchange(self, function: Callable[..., Any], key: Any, like: Any, operand: Any, result: Any) -> Any:
+    def collective(self, function: Callable[..., Any], key: Any, like: Any, operand: Any, result: Any) -> Any:
         """Returns an equation of one operand whose parameters do not depend on shapes, as of a collective.
 
         Args:
@@ -213,9 +213,11 @@ class ManualEquations:
         shape = (self._size,) * len(shape_of(operand))
         types = ((shape, operand.aval.dtype),)
         [template] = _cached(_Keyed(function, key), types, self._trace)
-        return self.written(template, like, operand, result)
+        return self.from_template(template, like, operand, result)
 
-    def exchanges(self, functions: Sequence[Callable[..., Any]], rank: int, key: Any) -> Sequence[Any]:
+    def collective_templates(
+        self, functions: Sequence[Callable[..., Any]], rank: int, key: Any
+    ) -> Sequence[Any]:
         """Returns equations of one operand whose parameters do not depend on its type, as of collectives.
 
         To trace several functions at once takes hardly longer than to trace one.
@@ -228,7 +230,7 @@ class ManualEquations:
         types = (((self._size,) * rank, 'float32'),)
         return _cached(_Keyed(lambda x: [function(x) for function in functions], key), types, self._trace)
 
-    def written(self, template: Any, like: Any, operand: Any, result: Any) -> Any:
+    def from_template(self, template: Any, like: Any, operand: Any, result: Any) -> Any:
         """Returns an equation that `exchange` or `exchanges` gives, for another operand.
 
         Args:
@@ -246,9 +248,9 @@ class ManualEquations:
             like: the equation whose line the new one gets.
             operand: the operand.
         """
-        return self.written(self._barrier, like, operand, self.var(operand, shape_of(operand)))
+        return self.from_template(self._barrier, like, operand, self.var(operand, shape_of(operand)))
 
-    def local(self, equation: Any, operands: Sequence[Any], results: Sequence[Any], **changed: Any) -> Any:
+    def localize(self, equation: Any, operands: Sequence[Any], results: Sequence[Any], **changed: Any) -> Any:
         """Returns an equation of other operands and results, some of whose parameters are changed.
 
         Relies on *ctx* being what JAX's trace context was, on *sharding* and *out_sharding* being None where
@@ -270,9 +272,9 @@ class ManualEquations:
             operand: the value.
         """
         function = functools.partial(jax.lax.with_sharding_constraint, shardings=spec)
-        return self.exchange(function, ('constraint', spec), like, operand, Var(operand.aval))
+        return self.collective(function, ('constraint', spec), like, operand, Var(operand.aval))
 
-    def in_context(self, jaxpr: Any) -> Any:
+    def localize_jaxpr(self, jaxpr: Any) -> Any:
         """Returns a jaxpr, such as that of a kernel, whose equations are manual along the axes."""
         inner, atoms = open_jaxpr(jaxpr), dict[int, Any]()
 
@@ -292,7 +294,7 @@ class ManualEquations:
                 params={
                     **equation.params,
                     **_unsaid(equation),
-                    **params_with_jaxprs(equation, self.in_context),
+                    **params_with_jaxprs(equation, self.localize_jaxpr),
                 },
             )
             for equation in inner.eqns
@@ -311,9 +313,9 @@ class ManualEquations:
             template = self._jit.params
             for names, count in ((_OF_OPERANDS, len(operands)), (_OF_RESULTS, len(results))):
                 params |= {name: template[name] * count for name in names}
-        return self.local(equation, operands, results, **params, **{CALLS[equation.primitive.name]: jaxpr})
+        return self.localize(equation, operands, results, **params, **{CALLS[equation.primitive.name]: jaxpr})
 
-    def call_of(self, like: Any, jaxpr: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
+    def jit_call(self, like: Any, jaxpr: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
         """Returns the call, by `jit`, of a jaxpr, closed or without constants, in place of an equation."""
         template = self._jit
         closed = ClosedJaxpr(jaxpr, ()) if open_jaxpr(jaxpr) is jaxpr else jaxpr
@@ -328,7 +330,7 @@ class ManualEquations:
             source_info=like.source_info,
         )
 
-    def traced(
+    def call_function_into(
         self, function: Callable[..., Any], like: Any, operands: Sequence[Any], results: Sequence[Any]
     ) -> Any:
         """Returns the call of a function of several operations.
@@ -349,7 +351,7 @@ class ManualEquations:
         [call] = _traced(jax.jit(of_used, keep_unused=True), *types, trace=self._trace)
         return call.replace(invars=used, outvars=[*results], source_info=like.source_info)
 
-    def mapped(
+    def nested_shard_map(
         self,
         equation: Any,
         jaxpr: Any,
@@ -373,13 +375,13 @@ class ManualEquations:
         [name] = {'newly_manual_axes', 'manual_axes'} & equation.params.keys()
         changed = {'mesh': self._inside, 'jaxpr': jaxpr, 'check_vma': False, name: frozenset(axes)}
         inputs, outputs = map(tuple, specs)
-        return self.local(equation, operands, results, in_specs=inputs, out_specs=outputs, **changed)
+        return self.localize(equation, operands, results, in_specs=inputs, out_specs=outputs, **changed)
 
-    def scalar(self, dtype: Any) -> Any:
+    def scalar_var(self, dtype: Any) -> Any:
         """Returns a new variable of one element. Relies on what `var` relies on."""
         return Var(self.blank.outvars[0].aval.update(dtype=jnp.dtype(dtype), weak_type=False))
 
-    def called(self, function: Callable[..., Any], like: Any, operands: Sequence[Any]) -> Any:
+    def call_function(self, function: Callable[..., Any], like: Any, operands: Sequence[Any]) -> Any:
         """Returns the call of a function of several operations, with new results.
 
         Args:

@@ -111,7 +111,7 @@ def _flattened(
             [body] = _held(equation)
             if around is not None and not _holds(body, around):
                 continue
-            given = operands[: loop_of(equation).constants] if name == 'scan' else operands
+            given = operands[: loop_of(equation).num_consts] if name == 'scan' else operands
             pairs = zip(given, open_jaxpr(body).invars, strict=False)
             inner = {id(var): x for x, var in pairs if id(x) in constants}
             equations[i] = with_jaxprs(equation, _flattened(body, computing, around, inner, constants))

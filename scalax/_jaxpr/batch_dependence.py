@@ -15,30 +15,32 @@ class BatchDependence(AbstractInterpreter[bool]):
     Args:
         jaxpr: the jaxpr, open or closed.
         arguments: whether each of its arguments does.
-        certain: whether results count only if they do for sure. What holds a jaxpr that is not read here,
-            such as a kernel, may give results that do not depend on all of its operands.
+        definite_only: whether only definite dependence counts. An equation with an unread inner jaxpr, such
+            as a kernel, may have results that ignore some operands.
 
     Attributes:
-        of_results: whether each result of the jaxpr does.
+        result_depends: whether each result of the jaxpr does.
     """
 
-    def __init__(self, jaxpr: Any, arguments: Sequence[bool], *, certain: bool = False) -> None:
-        super().__init__(nothing=False)
-        self._certain = certain
-        self.of_results = self.results(jaxpr, arguments)
+    def __init__(self, jaxpr: Any, arguments: Sequence[bool], *, definite_only: bool = False) -> None:
+        super().__init__(bottom=False)
+        self._definite_only = definite_only
+        self.result_depends = self.eval_jaxpr(jaxpr, arguments)
 
     def __contains__(self, variable: Any) -> bool:
         """Whether a variable depends on the batch, anywhere that its jaxpr is used."""
         return self.of(variable)
 
-    def primitive(self, name: str, equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
+    def eval_primitive(self, name: str, equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
         if name == 'shard_map':
-            return self.results(shard_map_jaxpr(equation)[0], operands)
-        unread = self._certain and any(map(is_jaxpr, param_values(equation)))
+            return self.eval_jaxpr(shard_map_jaxpr(equation)[0], operands)
+        unread = self._definite_only and any(map(is_jaxpr, param_values(equation)))
         return [not unread] * len(equation.outvars)
 
-    def joined(self, facts: Sequence[bool]) -> bool:
+    def join(self, facts: Sequence[bool]) -> bool:
         return any(facts)
 
-    def chosen(self, equation: Any, by: Callable[[], bool], results: Sequence[bool]) -> Sequence[bool]:
+    def control_dependence(
+        self, equation: Any, by: Callable[[], bool], results: Sequence[bool]
+    ) -> Sequence[bool]:
         return [True] * len(results) if by() else results

@@ -39,7 +39,7 @@ class BatchDim(NamedTuple):
     """
 
     dim: int
-    each: int = 1
+    elements_per_example: int = 1
 
 
 PARTIAL_SUM: Literal['sum'] = 'sum'
@@ -107,7 +107,7 @@ def reduced_dims(equation: Any) -> Sequence[Sources]:
     A scatter adds up its updates, or takes the largest or smallest of them, each at what an index says.
     """
     if primitive_name(equation) not in ('scatter-add', 'scatter-sub', 'scatter-max', 'scatter-min'):
-        return dim_rule(equation).summed
+        return dim_rule(equation).reduced
     numbers, (_, indices, updates) = equations.scatter_dims(equation), map(shape_of, equation.invars)
     scattered = [dim for dim in range(len(updates)) if dim not in numbers.update_window_dims]
     pairs = zip(range(len(indices) - 1), scattered, strict=True)
@@ -125,27 +125,29 @@ class BatchDimAnalysis(AbstractInterpreter[BatchValue]):
     """
 
     def __init__(self, count: int) -> None:
-        super().__init__(nothing=None)
+        super().__init__(bottom=None)
         self.count, self._at = count, None
 
-    def note(self, facts: dict[int, BatchValue]) -> None:
+    def record(self, facts: dict[int, BatchValue]) -> None:
         """Nothing: a jaxpr may be used for rows and for other values."""
 
-    def equation(self, equation: Any, operands: Sequence[BatchValue]) -> Sequence[BatchValue]:
+    def eval_equation(self, equation: Any, operands: Sequence[BatchValue]) -> Sequence[BatchValue]:
         try:
-            return super().equation(equation, operands)
+            return super().eval_equation(equation, operands)
         except MixesExamples as refused:
             refused.calls.append(equation)
             raise
 
-    def primitive(self, name: str, equation: Any, operands: Sequence[BatchValue]) -> Sequence[BatchValue]:
+    def eval_primitive(
+        self, name: str, equation: Any, operands: Sequence[BatchValue]
+    ) -> Sequence[BatchValue]:
         if name in ('optimization_barrier', 'device_put'):
             return operands
         if PARTIAL_SUM in operands:
             self._check_linear(name, equation, operands)
             return [PARTIAL_SUM] * len(equation.outvars)
         rows = {place: fact for place, fact in enumerate(operands) if isinstance(fact, BatchDim)}
-        each = {fact.each for fact in rows.values()}
+        each = {fact.elements_per_example for fact in rows.values()}
         dims = dim_rule(equation)
         if dims is UNKNOWN or name in _NOT_ALONE:
             raise MixesExamples(
@@ -226,7 +228,7 @@ class BatchDimAnalysis(AbstractInterpreter[BatchValue]):
                 'sum within each example, or add up outside of the loop',
             )
 
-    def joined(self, facts: Sequence[BatchValue]) -> BatchValue:
+    def join(self, facts: Sequence[BatchValue]) -> BatchValue:
         found = {*facts} - {None}
         if len(found) > 1:
             why = 'one value has the batch in a dimension, and has it in another one or is a sum over it'
@@ -245,15 +247,15 @@ class BatchDimAnalysis(AbstractInterpreter[BatchValue]):
     def stack_of(self, element: BatchValue) -> BatchValue:
         return element._replace(dim=element.dim + 1) if isinstance(element, BatchDim) else element
 
-    def branches(self, equation: Any, operands: Sequence[BatchValue]) -> Sequence[BatchValue]:
+    def eval_branches(self, equation: Any, operands: Sequence[BatchValue]) -> Sequence[BatchValue]:
         self._at = equation
-        return super().branches(equation, operands)
+        return super().eval_branches(equation, operands)
 
-    def rounds(self, equation: Any, operands: Sequence[BatchValue]) -> LoopValues[BatchValue]:
+    def loop_fixpoint(self, equation: Any, operands: Sequence[BatchValue]) -> LoopValues[BatchValue]:
         self._at = equation
-        return super().rounds(equation, operands)
+        return super().loop_fixpoint(equation, operands)
 
-    def chosen(
+    def control_dependence(
         self, equation: Any, by: Callable[[], BatchValue], results: Sequence[BatchValue]
     ) -> Sequence[BatchValue]:
         if by() is None:

@@ -62,7 +62,7 @@ class CarryReductions:
         reductions, result = found
         return next(iter(reductions)) if result == number and len(reductions) == 1 else None
 
-    def is_handed_on(self, number: int) -> bool:
+    def is_passed_through(self, number: int) -> bool:
         """Returns whether a carried value, by its number, is the same behind the round."""
         var = self._body.invars[self._carried[number]]
         return _source(self._body, self._body.outvars[number]) is var
@@ -94,8 +94,8 @@ class CarryReductions:
             return self._followed(inner, inner.invars[operand])
         if name == 'scan':
             loop = loop_of(equation)
-            number = operand - loop.constants
-            if not 0 <= number < loop.carried:
+            number = operand - loop.num_consts
+            if not 0 <= number < loop.num_carry:
                 return None
             inner = open_jaxpr(loop.body)
             found = self._followed(inner, inner.invars[operand])
@@ -112,7 +112,7 @@ class CarryReductions:
 
 def carry_reductions(loop: Loop) -> CarryReductions:
     """Returns how the rounds of a loop reduce what they carry."""
-    return CarryReductions(loop.body, range(loop.constants, loop.constants + loop.carried))
+    return CarryReductions(loop.body, range(loop.num_consts, loop.num_consts + loop.num_carry))
 
 
 def _source(jaxpr: Any, atom: Any) -> Any:

@@ -52,43 +52,43 @@ class DimClasses(AbstractInterpreter[DimIds]):
     """
 
     def __init__(self, jaxpr: Any, shards: int = 1) -> None:
-        super().__init__(nothing=())
+        super().__init__(bottom=())
         self._shards, self._count = shards, itertools.count()
-        self.classes = UnionFind()
-        self.arguments = [*map(self.new, open_jaxpr(jaxpr).invars)]
-        self.results(jaxpr, self.arguments)
+        self.union_find = UnionFind()
+        self.arguments = [*map(self.new_ids, open_jaxpr(jaxpr).invars)]
+        self.eval_jaxpr(jaxpr, self.arguments)
 
-    def new(self, atom: Any) -> DimIds:
+    def new_ids(self, atom: Any) -> DimIds:
         """The numbers of a value of which nothing is known."""
         return tuple(itertools.islice(self._count, len(shape_of(atom))))
 
-    def need(self, numbers: Iterable[int]) -> None:
+    def require_unsharded(self, numbers: Iterable[int]) -> None:
         """Takes note of dimensions of which all places are needed at once, or some alone are read.
 
         For subclasses; here it does nothing.
         """
 
-    def equation(self, equation: Any, operands: Sequence[DimIds]) -> Sequence[DimIds]:
-        known = [found or self.new(atom) for found, atom in zip(operands, equation.invars, strict=True)]
-        found = zip(super().equation(equation, known), equation.outvars, strict=False)
+    def eval_equation(self, equation: Any, operands: Sequence[DimIds]) -> Sequence[DimIds]:
+        known = [found or self.new_ids(atom) for found, atom in zip(operands, equation.invars, strict=True)]
+        found = zip(super().eval_equation(equation, known), equation.outvars, strict=False)
         # Of a stack of what nothing is known of, such as constants, nothing is known.
-        return [each if len(each) == len(shape_of(out)) else self.new(out) for each, out in found]
+        return [each if len(each) == len(shape_of(out)) else self.new_ids(out) for each, out in found]
 
-    def primitive(self, name: str, equation: Any, operands: Sequence[DimIds]) -> Sequence[DimIds]:
+    def eval_primitive(self, name: str, equation: Any, operands: Sequence[DimIds]) -> Sequence[DimIds]:
         if name in ELEMENTWISE and len(equation.outvars) == 1:  # most equations, and no rule has to be asked
             alike = [found for found in operands if len(found) == len(shape_of(equation.outvars[0]))]
             return [tuple(map(self._united, zip(*alike, strict=True)))] if len(alike) > 1 else alike
-        dims, results = dim_rule(equation), [*map(self.new, equation.outvars)]
+        dims, results = dim_rule(equation), [*map(self.new_ids, equation.outvars)]
         if dims is UNKNOWN:
-            self.need(itertools.chain(*operands, *results))
+            self.require_unsharded(itertools.chain(*operands, *results))
             return results
         if name == 'reshape':
             return [self._reshaped(equation, operands[0], results[0])]
         sizes = [*map(shape_of, equation.invars)]
-        for pair in dims.summed:
+        for pair in dims.reduced:
             self._united([operands[place][dim] for place, dim in pair])
         # Products and reductions sum over dimensions, and a lookup takes places of them: all of that splits.
-        used = {place for sources in dims.summed for place in sources}
+        used = {place for sources in dims.reduced for place in sources}
         for result, (out, sources) in enumerate(zip(equation.outvars, dims.results, strict=True)):
             mine = [*results[result]]
             for i, (size, places) in enumerate(zip(shape_of(out), sources, strict=True)):
@@ -97,7 +97,7 @@ class DimClasses(AbstractInterpreter[DimIds]):
                 if same:
                     mine[i] = self._united([operands[place][dim] for place, dim in same])
                 elif places:
-                    self.need([mine[i]])
+                    self.require_unsharded([mine[i]])
             results[result] = tuple(mine)
         if name != 'gather':
             every = (
@@ -106,19 +106,19 @@ class DimClasses(AbstractInterpreter[DimIds]):
                 for dim, size in enumerate(shape)
                 if size > 1
             )
-            self.need([operands[place][dim] for place, dim in every if (place, dim) not in used])
+            self.require_unsharded([operands[place][dim] for place, dim in every if (place, dim) not in used])
         return results
 
     def element_of(self, stack: DimIds) -> DimIds:
-        self.need(stack[:1])
+        self.require_unsharded(stack[:1])
         return stack[1:]
 
     def stack_of(self, element: DimIds) -> DimIds:
         rounds = next(self._count)
-        self.need([rounds])
+        self.require_unsharded([rounds])
         return (rounds, *element)
 
-    def joined(self, facts: Sequence[DimIds]) -> DimIds:
+    def join(self, facts: Sequence[DimIds]) -> DimIds:
         """Values that are one: so are their dimensions."""
         return tuple(map(self._united, zip(*filter(None, facts), strict=True)))
 
@@ -127,7 +127,7 @@ class DimClasses(AbstractInterpreter[DimIds]):
         least = first = numbers[0]
         for number in numbers:
             if number != first:
-                self.classes.unite(first, number)
+                self.union_find.unite(first, number)
                 least = min(least, number)
         return least
 
@@ -139,5 +139,5 @@ class DimClasses(AbstractInterpreter[DimIds]):
             if operand[merged] % self._shards == out[split] % self._shards == 0:
                 found[split] = known[merged]
                 left.discard(merged)
-        self.need([known[dim] for dim in left])
+        self.require_unsharded([known[dim] for dim in left])
         return tuple(found)

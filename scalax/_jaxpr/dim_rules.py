@@ -31,14 +31,14 @@ class DimRule:
 
     Attributes:
         results: for each result, and each of its dimensions, the sources.
-        summed: the dimensions that no result has: those that a product contracts, in pairs, and those that a
+        reduced: the dimensions that no result has: those that a product contracts, in pairs, and those that a
             reduction removes.
     """
 
     results: tuple[tuple[Sources, ...], ...]
-    summed: tuple[Sources, ...] = ()
+    reduced: tuple[Sources, ...] = ()
 
-    def through(self, operands: Sequence[Sequence[Axes]]) -> list[tuple[Axes, ...]]:
+    def propagate(self, operands: Sequence[Sequence[Axes]]) -> list[tuple[Axes, ...]]:
         """The axes of each dimension of the results; of a result without any, an empty tuple.
 
         Args:
@@ -50,7 +50,7 @@ class DimRule:
             found.append(known if any(known) else ())
         return found
 
-    def own(self, operand: int) -> list[int]:
+    def dims_only_from(self, operand: int) -> list[int]:
         """The dimensions of the first result that are those of one operand alone: of a weight its columns."""
         return [
             i
@@ -58,7 +58,7 @@ class DimRule:
             if sources and all(place == operand for place, _ in sources)
         ]
 
-    def of_alone(self, places: Iterable[OperandDim]) -> int | None:
+    def dim_from_exactly(self, places: Iterable[OperandDim]) -> int | None:
         """The dimension, the same of all results, whose sources are these; None if it is not exactly one."""
         wanted = {*places}
         found = {tuple([i for i, each in enumerate(result) if {*each} == wanted]) for result in self.results}
@@ -255,7 +255,7 @@ def _ranks(product: Any) -> tuple[int, ...]:
 def count_multiplications(equation: Any) -> int:
     """How often a product of matrices multiplies two elements; of groups, each row those of its own."""
     dims, [result] = dim_rule(equation), [*map(shape_of, equation.outvars)]
-    return size_of(equation.invars[0]) * math.prod(result[i] for i in dims.own(1))
+    return size_of(equation.invars[0]) * math.prod(result[i] for i in dims.dims_only_from(1))
 
 
 def _conv(equation: Any) -> DimRule:

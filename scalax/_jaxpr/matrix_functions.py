@@ -29,17 +29,17 @@ class MatrixFunction:
 
     Attributes:
         root: the value that it begins with.
-        free: the scalars that it takes in besides.
+        scalars: the scalars that it takes in besides.
         equations: its equations.
         results: those of its values that others read.
-        part: the jaxpr of the results, of the root and the scalars.
+        jaxpr: the jaxpr of the results, of the root and the scalars.
     """
 
     root: Any
-    free: Sequence[Any]
+    scalars: Sequence[Any]
     equations: Sequence[Any]
     results: Sequence[Any]
-    part: Any
+    jaxpr: Any
 
     @property
     def is_stack(self) -> bool:
@@ -50,9 +50,9 @@ class MatrixFunction:
     @property
     def kind(self) -> Any:
         """A key that functions have in common if they compute the same."""
-        inside = [part for each in equations.all_equations(self.part) for part in param_values(each)]
+        inside = [part for each in equations.all_equations(self.jaxpr) for part in param_values(each)]
         constants = [id(value) for part in inside for value in getattr(part, 'consts', ())]
-        return shape_of(self.root), (*map(id, self.free),), (*constants,), str(self.part)
+        return shape_of(self.root), (*map(id, self.scalars),), (*constants,), str(self.jaxpr)
 
 
 def find_matrix_functions(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Iterator[MatrixFunction]:
@@ -97,13 +97,13 @@ def find_matrix_functions(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Ite
         for x in equation.invars:
             readers.setdefault(id(x), set()).add(id(equation))
     every = [_function(jaxpr, root, own, roots, readers, scalars) for root, own in found.items()]
-    every = [each for each in every if equations.draws_same_under_vmap(each.part)]
+    every = [each for each in every if equations.draws_same_under_vmap(each.jaxpr)]
     late = {id(var) for function in every for var in function.results}
     gone = {id(each) for function in every for each in function.equations}
     for equation in inner.eqns:
         if id(equation) not in gone:
             propagate_late(equation, late)
-    yield from [each for each in every if late.isdisjoint(map(id, [each.root, *each.free]))]
+    yield from [each for each in every if late.isdisjoint(map(id, [each.root, *each.scalars]))]
 
 
 def propagate_late(equation: Any, late: set[int]) -> bool:

@@ -46,13 +46,13 @@ class TrackedValue(NamedTuple):
     Attributes:
         value: the value.
         fact: what is known of it.
-        cut: of what is the same for all rows, what computes its share of these rows alone; None if it is
+        slice_fn: of what is the same for all rows, what computes its share of these rows alone; None if it is
             taken of all of it.
     """
 
     value: Any
     fact: BatchValue
-    cut: Callable[[BatchDim], Any] | None = None
+    slice_fn: Callable[[BatchDim], Any] | None = None
 
 
 class Rebatcher:
@@ -69,7 +69,7 @@ class Rebatcher:
 
     def values(self, jaxpr: Any, operands: Sequence[TrackedValue], facts: Sequence[BatchValue]) -> list[Any]:
         """The results of a closed jaxpr, in a trace of their own, with rows where these facts say so."""
-        return [*map(self.taken, self._results(jaxpr, operands), facts)]
+        return [*map(self.materialize, self._results(jaxpr, operands), facts)]
 
     def scan(self, equation: Any, given: Sequence[TrackedValue], found: Sequence[BatchValue]) -> list[Any]:
         """The results of a `scan`, in a trace of their own.
@@ -80,8 +80,8 @@ class Rebatcher:
             found: what is known of its results.
         """
         loop = loop_of(equation)
-        constants, begun, stacks = loop.parts(given)
-        state = found[: loop.carried]
+        constants, begun, stacks = loop.split(given)
+        state = found[: loop.num_carry]
         rows = [self._rows.element_of(each.fact) for each in stacks]
 
         def step(values: Any, elements: Any) -> tuple[Any, Any]:
@@ -90,18 +90,20 @@ class Rebatcher:
                 *map(TrackedValue, values, state),
                 *map(TrackedValue, elements, rows),
             ]
-            results = self.values(loop.body, operands, [*state, *[None] * (len(found) - loop.carried)])
-            return results[: loop.carried], results[loop.carried :]
+            results = self.values(loop.body, operands, [*state, *[None] * (len(found) - loop.num_carry)])
+            return results[: loop.num_carry], results[loop.num_carry :]
 
-        first, values = [*map(self.taken, begun, state)], [each.value for each in stacks]
+        first, values = [*map(self.materialize, begun, state)], [each.value for each in stacks]
         carried, stacked = jax.lax.scan(step, first, values, loop.length, **scan_options(equation))
         return [*carried, *stacked]
 
-    def taken(self, known: TrackedValue, fact: BatchValue) -> Any:
+    def materialize(self, known: TrackedValue, fact: BatchValue) -> Any:
         """A value, or the share of what is the same for all rows, where it has rows or is a sum."""
         if known.fact is not None or fact is None:
             return known.value
-        return known.cut(fact) if known.cut and fact != PARTIAL_SUM else self._share(known.value, fact)
+        return (
+            known.slice_fn(fact) if known.slice_fn and fact != PARTIAL_SUM else self._share(known.value, fact)
+        )
 
     def _results(
         self, jaxpr: Any, operands: Sequence[TrackedValue], in_checkpoint: bool = False
@@ -127,7 +129,7 @@ class Rebatcher:
             given = _kept_apart(equation, given) if in_checkpoint else given
             return self._results(call_jaxpr(equation), given, in_checkpoint or name == 'remat2')
         values, count = [each.value for each in given], len(equation.outvars)
-        found = self._rows.equation(equation, facts) if any(facts) else [None] * count
+        found = self._rows.eval_equation(equation, facts) if any(facts) else [None] * count
         if name in WITH_JAXPRS:
             control = {'scan': self.scan, 'while': self._while, 'cond': self._cond}[name]
             return [*map(TrackedValue, control(equation, given, found), found)]
@@ -136,12 +138,12 @@ class Rebatcher:
         rows = {place: fact for place, fact in enumerate(facts) if isinstance(fact, BatchDim)}
         dims, changed = {place: each.dim for place, each in rows.items()}, dict[str, Any]()
         for place in jointly_linear_operands(equation) if PARTIAL_SUM in found else ():
-            values[place] = self.taken(given[place], PARTIAL_SUM)
+            values[place] = self.materialize(given[place], PARTIAL_SUM)
         if rows and name != 'optimization_barrier':
-            out, each = found[0], next(iter(rows.values())).each
+            out, each = found[0], next(iter(rows.values())).elements_per_example
             for place, dim in _meeting(equation, rows, out):
                 if shape_of(equation.invars[place])[dim] == self._rows.count * each:
-                    values[place] = self.taken(given[place], BatchDim(dim, each))
+                    values[place] = self.materialize(given[place], BatchDim(dim, each))
             if isinstance(out, BatchDim):
                 changed = self._resized(equation, dims.get(0), out)
         cut = None if any(facts) else self._cut(equation, given)
@@ -165,28 +167,28 @@ class Rebatcher:
             values = [each.value for each in given]
             for place, dim in dims[rows.dim]:
                 if shape_of(equation.invars[place])[dim] == shape[rows.dim]:
-                    values[place] = self.taken(given[place], BatchDim(dim, rows.each))
+                    values[place] = self.materialize(given[place], BatchDim(dim, rows.elements_per_example))
             return eval_on_ambient_mesh(equation, values, **self._resized(equation, None, rows))[0]
 
         return cut
 
     def _resized(self, equation: Any, operand: int | None, rows: BatchDim) -> dict[str, Any]:
-        return resized_params(equation, operand, rows.dim, self._count * rows.each)
+        return resized_params(equation, operand, rows.dim, self._count * rows.elements_per_example)
 
     def _while(self, equation: Any, given: Sequence[TrackedValue], found: Sequence[BatchValue]) -> list[Any]:
         loop = loop_of(equation)
-        constants, begun, _ = loop.parts(given)
+        constants, begun, _ = loop.split(given)
 
         def test(values: Any) -> Any:
-            tested = _of_outer_trace(given[: loop.tested])
-            return self.values(loop.test, [*tested, *map(TrackedValue, values, found)], [None])[0]
+            tested = _of_outer_trace(given[: loop.num_cond_consts])
+            return self.values(loop.cond, [*tested, *map(TrackedValue, values, found)], [None])[0]
 
         def step(values: Any) -> Any:
             return self.values(
                 loop.body, [*_of_outer_trace(constants), *map(TrackedValue, values, found)], found
             )
 
-        return jax.lax.while_loop(test, step, [*map(self.taken, begun, found)])
+        return jax.lax.while_loop(test, step, [*map(self.materialize, begun, found)])
 
     def _cond(self, equation: Any, given: Sequence[TrackedValue], found: Sequence[BatchValue]) -> list[Any]:
         facts = [each.fact for each in given[1:]]
@@ -212,7 +214,7 @@ def _kept_apart(equation: Any, given: Sequence[TrackedValue]) -> Sequence[Tracke
     But for what is cut where it meets rows, which must not be computed in full.
     """
     pairs = zip(given, equations.prevents_cse(equation), strict=True)
-    apart = {i: each.value for i, (each, again) in enumerate(pairs) if again and each.cut is None}
+    apart = {i: each.value for i, (each, again) in enumerate(pairs) if again and each.slice_fn is None}
     if not apart:
         return given
     values = dict(zip(apart, jax.lax.optimization_barrier([*apart.values()]), strict=True))

@@ -50,18 +50,16 @@ class SortedBlock:
 
     Attributes:
         keys: what is sorted by: of each row the number of its group.
-        groups: how many groups there are.
-        products: the products of rows in these groups.
-        own: other equations that each device runs on its own rows: sorts, and what takes or puts these by
-            number.
-        in_order: the variables in the order of the sort, by id.
+        num_groups: how many groups there are.
+        ragged_dots: the products of rows in these groups.
+        local_equations: the other equations that each device runs on its local examples.
     """
 
     keys: Any
-    groups: int
-    products: Sequence[Any]
-    own: Container[Any]
-    in_order: Container[int]
+    num_groups: int
+    ragged_dots: Sequence[Any]
+    local_equations: Container[Any]
+    sorted_vars: Container[int]
 
 
 def find_sorted_block(jaxpr: Any, sort: Any, devices: int) -> SortedBlock | None:
@@ -170,7 +168,7 @@ class _Order:
 
     def _by_table(self, equation: Any, rows: Mapping[int, int]) -> None:
         """The results have one dimension that is that of the rows of these operands, and of no other one."""
-        dim = dim_rule(equation).of_alone(rows.items())
+        dim = dim_rule(equation).dim_from_exactly(rows.items())
         if dim is None or any(shape_of(var)[dim] != self._size for var in equation.outvars):
             raise _OrderMattersError
         self._rows.update((id(var), dim) for var in equation.outvars)
@@ -180,7 +178,7 @@ class _Order:
             _require(rows.get(0) == ragged_dim(equation) and equations.has_all_groups(equation))
             self._groups.add(self._count_groups(equation.invars[2]))
             self._products.append(equation)
-        if tuple(rows.items()) not in dim_rule(equation).summed:
+        if tuple(rows.items()) not in dim_rule(equation).reduced:
             self._by_table(equation, rows)
 
     def _invert(self, equation: Any) -> None:
@@ -269,7 +267,7 @@ class _Order:
         """
         if size_of(atom) != self._size or not known:
             return None
-        self._integers.give([x for x, _ in known], [values.astype(x.aval.dtype) for x, values in known])
+        self._integers.reset([x for x, _ in known], [values.astype(x.aval.dtype) for x, values in known])
         found = self._integers.of(atom)
         return None if found is None else np.broadcast_to(found, self._size)
 
@@ -315,7 +313,7 @@ class _Order:
         name, made = self._maker(atom)
         shape = shape_of(atom)
         if not shape:
-            self._constants.give([], [])
+            self._constants.reset([], [])
             return self._constants.of(atom)
         if name == 'iota':
             return self._in_order.astype(atom.aval.dtype) if self._is_iota(atom) else None
@@ -355,7 +353,7 @@ class _Order:
         """Whether ones are added to zeros at the numbers of the rows' groups."""
         zeros, numbers, ones = made.invars
         values = self._in_order % count
-        self._integers.give([], [])
+        self._integers.reset([], [])
         begun, added = map(self._integers.of, (zeros, ones))
         found = self._computed(numbers, [(root, values)])
         is_count = begun is not None and not begun.any() and added is not None and (added == 1).all()

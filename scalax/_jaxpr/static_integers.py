@@ -104,12 +104,12 @@ class StaticIntegers:
         self._iotas = iotas
         self._known: dict[int, IntegerValues | None] = {}
 
-    def give(self, variables: Sequence[Any], values: Sequence[IntegerValues | None]) -> None:
+    def reset(self, variables: Sequence[Any], values: Sequence[IntegerValues | None]) -> None:
         """Sets the integers of variables, and forgets what was computed of others."""
         self._known.clear()
-        self.note(variables, values)
+        self.set(variables, values)
 
-    def note(self, variables: Sequence[Any], values: Sequence[IntegerValues | None]) -> None:
+    def set(self, variables: Sequence[Any], values: Sequence[IntegerValues | None]) -> None:
         """Sets the integers of variables."""
         self._known.update(zip(map(id, variables), values, strict=True))
 
@@ -133,7 +133,7 @@ class StaticIntegers:
         if name in CALLS:
             inner = open_jaxpr(call_jaxpr(equation))
             inside = StaticIntegers(inner, iotas=self._iotas)
-            inside.give(inner.invars, [self.of(operand, depth) for operand in operands])
+            inside.reset(inner.invars, [self.of(operand, depth) for operand in operands])
             return inside.of(inner.outvars[place], depth)
         if name in _SAME:
             values, size = self.of(operands[place], depth), size_of(var)

@@ -87,7 +87,7 @@ class JaxprEditor(EditorBase):
                 atoms = [self.convert(self.read(operand), plain, equation) for operand in producer.invars]
                 atom = self.code.var(value.var, value.shape)
                 params = local_params(producer, [*map(shape_of, atoms)], [value.shape])
-                self.eqns.append(self.code.local(producer, atoms, [atom], **params))
+                self.eqns.append(self.code.localize(producer, atoms, [atom], **params))
             else:
                 atom = value.atom
                 if is_backward and (plain, False) in value.versions:
@@ -261,7 +261,7 @@ class JaxprEditor(EditorBase):
         shape = local_shape(value.shape, target, sizes)
         result = self.code.var(value.var, shape)
         params = local_params(producer, [*map(shape_of, atoms)], [shape])
-        self.eqns.append(self.code.local(producer, atoms, [result], **params))
+        self.eqns.append(self.code.localize(producer, atoms, [result], **params))
         return result
 
     def reduce(self, value: Value, equation: Any) -> None:

@@ -151,7 +151,7 @@ class EditorBase:
     def microbatch_index(self) -> Any:
         """The variable of the index of the microbatch, in a pipeline."""
         if self._microbatch_index is None:
-            self._microbatch_index = self.code.scalar('int32')
+            self._microbatch_index = self.code.scalar_var('int32')
         return self._microbatch_index
 
     @property
@@ -241,7 +241,7 @@ class EditorBase:
         space = memory_space(var.aval)
         function = functools.partial(jax.device_put, device=space)
         result = self.code.var(var, shape_of(atom))
-        self.eqns.append(self.code.exchange(function, ('memory', space), equation, atom, result))
+        self.eqns.append(self.code.collective(function, ('memory', space), equation, atom, result))
         return result
 
     def sliced_arguments(self, eqns: Sequence[Any], results: Sequence[Any]) -> dict[int, Placements]:

@@ -248,7 +248,7 @@ class _JaxprPartitioner(JaxprEditor):
                 params = kernel_params(
                     self.code, equation, [*map(shape_of, atoms)], [*map(shape_of, new_vars)]
                 )
-            self.eqns.append(self.code.local(equation, atoms, new_vars, **params))
+            self.eqns.append(self.code.localize(equation, atoms, new_vars, **params))
         self._propagate_properties(name, equation, values, outputs)
         if name in NARROW and outputs[0].is_state:
             outputs[0].narrow_producer = equation
@@ -281,7 +281,7 @@ class _JaxprPartitioner(JaxprEditor):
 
         def change(jaxpr: Any) -> Any:
             if not takes_arrays(jaxpr):  # a kernel
-                return self.code.in_context(jaxpr)
+                return self.code.localize_jaxpr(jaxpr)
             arguments = [Argument(self.context.replicated)] * len(open_jaxpr(jaxpr).invars)
             ends = [self.context.replicated] * len(open_jaxpr(jaxpr).outvars)
             return self.context.partition(jaxpr, arguments, ends, at=equation).jaxpr
@@ -383,7 +383,7 @@ class _JaxprPartitioner(JaxprEditor):
             if name == KERNEL:
                 shapes = [*map(shape_of, equation.invars)], [*map(shape_of, equation.outvars)]
                 params = kernel_params(self.code, equation, *shapes)
-            self.eqns.append(self.code.local(equation, atoms, new_vars, **params))
+            self.eqns.append(self.code.localize(equation, atoms, new_vars, **params))
         self._propagate_properties(name, equation, values, outputs)
         if not is_computed_by_block(equation) or context.keeps_replicated:
             return

@@ -108,12 +108,12 @@ class _Uses(AbstractInterpreter[_Fact]):
             if isinstance(value, np.ndarray | jax.Array)
         }
         self._calls: list[Any] = []
-        self.results(jaxpr, [frozenset({_Source(i)}) for i in range(count)])
+        self.eval_jaxpr(jaxpr, [frozenset({_Source(i)}) for i in range(count)])
 
-    def results(self, jaxpr: Any, arguments: Sequence[_Fact]) -> list[_Fact]:
+    def eval_jaxpr(self, jaxpr: Any, arguments: Sequence[_Fact]) -> list[_Fact]:
         for equation in open_jaxpr(jaxpr).eqns:
             self._fold(equation)
-        return super().results(jaxpr, arguments)
+        return super().eval_jaxpr(jaxpr, arguments)
 
     def _fold(self, equation: Any) -> None:
         """Takes note of a result that does not depend on the arguments, such as numbers of rows."""
@@ -123,7 +123,7 @@ class _Uses(AbstractInterpreter[_Fact]):
             return
         operands = [*map(self._constant_of, equation.invars)]
         if operands and all(operands):
-            found = self.equation(equation, operands)
+            found = self.eval_equation(equation, operands)
             self._constants.update(zip(map(id, equation.outvars), found, strict=False))
 
     def _constant_of(self, atom: Any) -> _Fact:
@@ -131,20 +131,20 @@ class _Uses(AbstractInterpreter[_Fact]):
             return _constant(np.asarray(atom.val)) if is_of(atom.aval, np.number) else _NOTHING
         return self._constants.get(id(atom), _NOTHING)
 
-    def equation(self, equation: Any, operands: Sequence[_Fact]) -> Sequence[_Fact]:
+    def eval_equation(self, equation: Any, operands: Sequence[_Fact]) -> Sequence[_Fact]:
         name, pairs = primitive_name(equation), zip(operands, equation.invars, strict=True)
         operands = [fact or self._constant_of(atom) for fact, atom in pairs]
         self._calls.append(equation)
         if name in RUN_ONCE and name not in WITH_JAXPRS:
             inner = equations.run_once_jaxpr(equation)
             is_known = len(inner.invars) == len(operands)
-            found: Sequence[_Fact] = self.results(inner, operands) if is_known else []
+            found: Sequence[_Fact] = self.eval_jaxpr(inner, operands) if is_known else []
         else:
-            found = super().equation(equation, operands)
+            found = super().eval_equation(equation, operands)
         self._calls.pop()
         return found
 
-    def joined(self, facts: Sequence[_Fact]) -> _Fact:
+    def join(self, facts: Sequence[_Fact]) -> _Fact:
         """Those of all; offsets that grow may be any, so that loops come to an end."""
         first = {(each.argument, each.form): each for each in facts[0]}
         return frozenset(
@@ -154,7 +154,7 @@ class _Uses(AbstractInterpreter[_Fact]):
             for each in _hull(facts)
         )
 
-    def primitive(self, name: str, equation: Any, operands: Sequence[_Fact]) -> Sequence[_Fact]:
+    def eval_primitive(self, name: str, equation: Any, operands: Sequence[_Fact]) -> Sequence[_Fact]:
         self._look(name, equation, operands)
         if name in _EACH:
             return operands[: len(equation.outvars)]

@@ -52,11 +52,11 @@ class Rounded(AbstractInterpreter[int]):
     """
 
     def __init__(self, jaxpr: Any) -> None:
-        super().__init__(nothing=_CONSTANT)
-        results = self.results(jaxpr, [_GIVEN] * len(open_jaxpr(jaxpr).invars))
+        super().__init__(bottom=_CONSTANT)
+        results = self.eval_jaxpr(jaxpr, [_GIVEN] * len(open_jaxpr(jaxpr).invars))
         self.of_results = [fact == _ROUNDED for fact in results]
 
-    def primitive(self, name: str, equation: Any, operands: Sequence[int]) -> Sequence[int]:
+    def eval_primitive(self, name: str, equation: Any, operands: Sequence[int]) -> Sequence[int]:
         fact = known = max(operands, default=_CONSTANT)
         if name in _PRODUCTS_OF_ELEMENTS and fact == _GIVEN and _CONSTANT not in operands:
             fact = _PRODUCT  # not those with constants: random numbers are scaled and moved, and decide much
@@ -64,10 +64,12 @@ class Rounded(AbstractInterpreter[int]):
             fact = _ROUNDED
         return [fact if _is_inexact(var.aval) else known for var in equation.outvars]
 
-    def joined(self, facts: Sequence[int]) -> int:
+    def join(self, facts: Sequence[int]) -> int:
         return max(facts)
 
-    def chosen(self, equation: Any, by: Callable[[], int], results: Sequence[int]) -> Sequence[int]:
+    def control_dependence(
+        self, equation: Any, by: Callable[[], int], results: Sequence[int]
+    ) -> Sequence[int]:
         return [_ROUNDED] * len(results) if by() == _ROUNDED else results
 
     def __contains__(self, atom: Any) -> bool:
@@ -139,9 +141,9 @@ class Evaluation:
             return self._branches(equation, operands)
         if name in ('scan', 'while'):
             return self._loop(equation, operands)
-        return self.primitive(name, equation, operands)
+        return self.eval_primitive(name, equation, operands)
 
-    def primitive(self, name: str, equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def eval_primitive(self, name: str, equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
         """The results of an equation without a jaxpr that is run here."""
         return rewriting.eval_equation(equation, operands)
 
@@ -154,11 +156,11 @@ class Evaluation:
 
     def _loop(self, equation: Any, operands: list[Any]) -> Sequence[Any]:
         loop = loop_of(equation)
-        constants, first, stacks = loop.parts(operands)
+        constants, first, stacks = loop.split(operands)
         if loop.length is None:
-            tested = operands[: loop.tested]
+            tested = operands[: loop.num_cond_consts]
             return jax.lax.while_loop(
-                lambda state: self.run(loop.test, [*tested, *state])[0],
+                lambda state: self.run(loop.cond, [*tested, *state])[0],
                 lambda state: self.run(loop.body, [*constants, *state]),
                 [*first],
             )
@@ -167,7 +169,7 @@ class Evaluation:
             outside, self.kept = self.kept, {}
             results = self.run(loop.body, [*constants, *state, *elements])
             inside, self.kept = self.kept, outside
-            return results[: loop.carried], (results[loop.carried :], inside)
+            return results[: loop.num_carry], (results[loop.num_carry :], inside)
 
         options = scan_options(equation)
         last, (stacked, inside) = jax.lax.scan(body, [*first], [*stacks], loop.length, **options)
@@ -189,12 +191,12 @@ class OnOneDevice(Evaluation):
         super().__init__(watched)
         self._rounded, self._scale, self._seed = rounded, scale, seed
 
-    def primitive(self, name: str, equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def eval_primitive(self, name: str, equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
         if name in ('device_put', 'sharding_constraint'):  # perhaps on devices of the user's mesh
             return operands
         if not equation.outvars:  # prints and the like, which happen on the mesh
             return ()
-        results = super().primitive(name, equation, operands)
+        results = super().eval_primitive(name, equation, operands)
         if equation.outvars[0] not in self._rounded or name in _EXACT:
             return results
         # The types that mesh axes have here may be others than outside.

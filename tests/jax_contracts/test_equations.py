@@ -307,7 +307,7 @@ def test_scans_have_constants_then_state_then_stacks() -> None:
         equation = equation_in('scan', fun, X[0], X[0], np.ones((5, 2), np.float32))
         loop = of.loop_of(equation)
         assert loop[1:] == (None, 0, 1, 1, 5)
-        parts = loop.parts([*map(of.shape_of, equation.invars)])
+        parts = loop.split([*map(of.shape_of, equation.invars)])
         assert parts == ([(3, 4)], [(3, 4)], [(5, 2)])
         assert [*map(of.shape_of, of.open_jaxpr(loop.body).invars)] == [(3, 4), (3, 4), (2,)]
 
@@ -330,9 +330,9 @@ def test_whiles_have_constants_of_the_test_then_of_the_body_then_state() -> None
         equation = equation_in('while', fun, np.float32(9), X[0], X[0])
         loop = of.loop_of(equation)
         assert loop[2:] == (1, 1, 1, None)
-        assert loop.parts([*map(of.shape_of, equation.invars)]) == ([(3, 4)], [(3, 4)], [])
-        counts = [len(of.open_jaxpr(each).invars) for each in (loop.test, loop.body)]
-        assert counts == [loop.tested + loop.carried, loop.constants + loop.carried]
+        assert loop.split([*map(of.shape_of, equation.invars)]) == ([(3, 4)], [(3, 4)], [])
+        counts = [len(of.open_jaxpr(each).invars) for each in (loop.cond, loop.body)]
+        assert counts == [loop.num_cond_consts + loop.num_carry, loop.num_consts + loop.num_carry]
 
 
 def test_branches_take_all_operands_but_the_first() -> None:

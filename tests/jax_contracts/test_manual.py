@@ -63,7 +63,7 @@ def test_parameters_of_collectives_do_not_depend_on_shapes(function, shape, afte
         code, like = ManualEquations(MESH), traced(jnp.sin, jnp.ones(3)).eqns[0]
         operand = code.var(like.invars[0], shape)
         result = code.var(like.invars[0], after)
-        found = code.exchange(function, object(), like, operand, result)
+        found = code.collective(function, object(), like, operand, result)
         expected = code.equation(function, object(), like, [operand])
     assert found.primitive is expected.primitive
     assert found.params == expected.params
@@ -81,10 +81,10 @@ def test_parameters_of_collectives_do_not_depend_on_dtypes_or_ranks(dtype):
     with jax.sharding.use_abstract_mesh(MESH):
         code, like = ManualEquations(MESH), traced(lambda x: x | x, jnp.ones(3, 'int8')).eqns[0]
         operand = traced(lambda x: x, jnp.ones((3, 16), dtype)).invars[0]
-        templates = code.exchanges(functions, 4, object())
+        templates = code.collective_templates(functions, 4, object())
         expected = [code.equation(function, object(), like, [operand]) for function in functions]
     for template, equation in zip(templates, expected, strict=True):
-        found = code.written(template, like, operand, equation.outvars[0])
+        found = code.from_template(template, like, operand, equation.outvars[0])
         assert found.primitive is equation.primitive
         assert found.params == equation.params
         assert found.source_info is like.source_info
@@ -120,7 +120,7 @@ def test_other_axes_stay_auto():
         expected, sine = open_jaxpr(traced(mapped, jnp.ones((12, 6))).eqns[0].params['jaxpr']).eqns
     assert found.params == expected.params
     assert found.outvars[0].aval == expected.outvars[0].aval
-    assert code.local(like, [operand], [operand]).ctx == sine.ctx
+    assert code.localize(like, [operand], [operand]).ctx == sine.ctx
 
 
 @pytest.mark.parametrize('constants, carried, elements, results', [(0, 1, 1, 0), (1, 2, 0, 3), (3, 0, 2, 1)])
@@ -156,8 +156,12 @@ def test_calls_of_functions_that_are_traced():
     like = traced(jnp.sin, jnp.ones(3)).eqns[0]
     with jax.sharding.use_abstract_mesh(MESH):
         code = ManualEquations(MESH)
-        operands = [code.var(like.invars[0], (3,)), code.var(like.invars[0], (2, 3)), code.scalar('int32')]
-        call = code.called(lambda x, y, i: [y[i] + lax.psum(x, 'fsdp'), x], like, operands)
+        operands = [
+            code.var(like.invars[0], (3,)),
+            code.var(like.invars[0], (2, 3)),
+            code.scalar_var('int32'),
+        ]
+        call = code.call_function(lambda x, y, i: [y[i] + lax.psum(x, 'fsdp'), x], like, operands)
     assert [*call.invars] == operands and [x.aval.shape for x in call.outvars] == [(3,), (3,)]
     assert call.source_info is like.source_info
 
@@ -281,7 +285,7 @@ def test_local_equations_run_in_a_shard_map():
         code = ManualEquations(MESH)
         operand, result = code.var(jaxpr.invars[0], (2,)), code.var(jaxpr.outvars[0], (2, 3))
         changed = local_params(jaxpr.eqns[-1], [(2,)], [(2, 3)])
-        equation = code.local(jaxpr.eqns[-1], [operand], [result], **changed)
+        equation = code.localize(jaxpr.eqns[-1], [operand], [result], **changed)
     new = rebuild_jaxpr(jaxpr, [operand], [equation], [result])
     assert [x.aval.shape for x in (*new.invars, *new.outvars)] == [(2,), (2, 3)]
 

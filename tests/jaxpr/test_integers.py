@@ -29,7 +29,7 @@ def known(fun, *arguments, iotas=False):
     shapes = [jax.ShapeDtypeStruct(shape, 'int32') for shape, _ in arguments]
     jaxpr = jax.make_jaxpr(fun)(*shapes).jaxpr
     integers = StaticIntegers(jaxpr, iotas=iotas)
-    integers.note(jaxpr.invars, [values for _, values in arguments])
+    integers.set(jaxpr.invars, [values for _, values in arguments])
     return integers.of(jaxpr.outvars[0])
 
 

@@ -385,7 +385,7 @@ def _over_rows(helper: MeshShardingHelper, each: Any, first: Any) -> Step:
     return stepped(helper, step, normal(8, 8) / 3, normal(64, 8))
 
 
-@seeded(('mul',), (apart, '_reductions', lambda loop: [SUM] * loop.carried))
+@seeded(('mul',), (apart, '_reductions', lambda loop: [SUM] * loop.num_carry))
 def running_average_taken_for_a_sum(helper: MeshShardingHelper) -> Step:
     """A wrong reduction: devices run over their own examples, and the order of all counts."""
 
@@ -407,7 +407,7 @@ def each_device_begins_its_sum_with_something(helper: MeshShardingHelper) -> Ste
     return _over_rows(helper, each, jnp.full(8, 0.5))
 
 
-@seeded(('random_split',), (apart, '_reductions', lambda loop: [REPLICATE] * loop.carried))
+@seeded(('random_split',), (apart, '_reductions', lambda loop: [REPLICATE] * loop.num_carry))
 def random_key_of_the_first_round_on_all_devices(helper: MeshShardingHelper) -> Step:
     """Wrong random bits: a loop splits its key in each round, and devices begin with the first one."""
 

@@ -402,8 +402,8 @@ class Dispatcher:
             return True
         is_sharded = [sharding is not None for sharding in entry.argument_shardings]
         num_captured = len(jaxpr.in_avals) - len(is_sharded)  # values of an outer trace
-        dependence = BatchDependence(jaxpr, [*[False] * num_captured, *is_sharded], certain=True)
-        return any(is_sharded) and any(dependence.of_results)
+        dependence = BatchDependence(jaxpr, [*[False] * num_captured, *is_sharded], definite_only=True)
+        return any(is_sharded) and any(dependence.result_depends)
 
     def _program_for_shardings(
         self, call: Call, entry: TraceCacheEntry, flat_function: Callable[..., Any]

@@ -42,10 +42,10 @@ class _UnevenDims(DimClasses):
         self.uneven: set[int] = set()
         self.scatters: dict[int, list[Sequence[DimIds]]] = {}
         super().__init__(jaxpr)
-        self.uneven = {*map(self.classes.root, self.uneven)}
+        self.uneven = {*map(self.union_find.root, self.uneven)}
 
-    def primitive(self, name: str, equation: Any, operands: Sequence[DimIds]) -> Sequence[DimIds]:
-        results = super().primitive(name, equation, operands)
+    def eval_primitive(self, name: str, equation: Any, operands: Sequence[DimIds]) -> Sequence[DimIds]:
+        results = super().eval_primitive(name, equation, operands)
         if name in REDUCING:
             self.scatters.setdefault(id(equation), []).append(operands[1:])
         elif name == 'sharding_constraint':
@@ -78,7 +78,7 @@ class _UnevenDims(DimClasses):
         """Whether this dimension of a scatter's indices, or this dimension of its updates, is uneven."""
         uses = self.scatters.get(id(scatter), ())
         dims = {dim for indices, updates in uses for dim in (indices[index_dim], updates[update_dim])}
-        return not self.uneven.isdisjoint(map(self.classes.root, dims))
+        return not self.uneven.isdisjoint(map(self.union_find.root, dims))
 
 
 def scatter_padding(jaxpr: Any, mesh: Mesh | AbstractMesh) -> Callable[[Any], Any]:

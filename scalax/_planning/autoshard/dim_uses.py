@@ -48,7 +48,7 @@ def dimensions(jaxpr: Any, arguments: Mapping[int, int]) -> ArgumentDimensions:
     places = {number: (name, dim) for name, numbers in own for dim, number in enumerate(numbers)}
     roots: dict[OperandDim, int] = {}
     for number, place in places.items():
-        roots.setdefault(place, found.classes.root(number))
+        roots.setdefault(place, found.union_find.root(number))
     classes = {root: i for i, root in enumerate(dict.fromkeys(roots.values()))}
     return ArgumentDimensions(
         {place: classes[root] for place, root in roots.items()},
@@ -79,10 +79,10 @@ class _Uses(DimClasses):
         self.experts: set[int] = set()
         super().__init__(jaxpr)
 
-    def note(self, facts: dict[int, DimIds]) -> None:
+    def record(self, facts: dict[int, DimIds]) -> None:
         """What a function is given in one place is not what it is given in another one."""
 
-    def primitive(self, name: str, equation: Any, operands: Sequence[DimIds]) -> Sequence[DimIds]:
+    def eval_primitive(self, name: str, equation: Any, operands: Sequence[DimIds]) -> Sequence[DimIds]:
         weights = [
             found if atom not in self._from_batch else ()
             for found, atom in zip(operands, equation.invars, strict=True)
@@ -98,7 +98,7 @@ class _Uses(DimClasses):
             for out in equation.outvars:
                 sizes = zip(operands[0], shape_of(equation.invars[0]), shape_of(out), strict=True)
                 self.stacked.update(number for number, before, after in sizes if before > after == 1)
-        return super().primitive(name, equation, operands)
+        return super().eval_primitive(name, equation, operands)
 
     def element_of(self, stack: DimIds) -> DimIds:
         self.stacked.update(stack[:1])

@@ -229,8 +229,8 @@ class _Counter:
         loop = loop_of(equation)
         while True:  # state that a round needs has to be a result of the previous round
             flops, needed = self.jaxpr(open_jaxpr(loop.body), live)
-            _, state, _ = loop.parts(needed)
-            grown = tuple(map(any, zip(state, live, strict=False))) + live[loop.carried :]
+            _, state, _ = loop.split(needed)
+            grown = tuple(map(any, zip(state, live, strict=False))) + live[loop.num_carry :]
             if grown == live:
                 return flops.times(loop.length or 0), needed
             live = grown
@@ -238,7 +238,7 @@ class _Counter:
     def _while(self, equation: Any, outside: Jaxpr | None) -> Flops:
         loop, (rounds, known) = loop_of(equation), rounds_of_while(equation, outside)
         # The condition runs once more than the body.
-        body, test = map(self.all_of, map(open_jaxpr, (loop.body, loop.test)))
+        body, test = map(self.all_of, map(open_jaxpr, (loop.body, loop.cond)))
         return body.times(rounds, known) + test.times(rounds + 1, known)
 
     def _branches(self, equation: Any, live: Live) -> tuple[Flops, Live]:
@@ -265,17 +265,17 @@ def rounds_of_while(equation: Any, outside: Any = None) -> tuple[int, Exactness]
         [(4, <Exactness.EXACT: 'exact'>)]
     """
     loop, around = loop_of(equation), StaticIntegers(outside)
-    asked, body = open_jaxpr(loop.test), open_jaxpr(loop.body)
+    asked, body = open_jaxpr(loop.cond), open_jaxpr(loop.body)
     given = [*map(around.of, equation.invars)]
-    constants, start, _ = loop.parts(given)
+    constants, start, _ = loop.split(given)
     in_test, in_body = StaticIntegers(asked), StaticIntegers(body)
 
     def test(state: State) -> IntegerValues | None:
-        in_test.give(asked.invars, [*given[: loop.tested], *state.values()])
+        in_test.reset(asked.invars, [*given[: loop.num_cond_consts], *state.values()])
         return in_test.of(asked.outvars[0])
 
     def following(state: State) -> State:
-        in_body.give(body.invars, [*constants, *state.values()])
+        in_body.reset(body.invars, [*constants, *state.values()])
         return {i: in_body.of(body.outvars[i]) for i in state}
 
     return solved_rounds(dict(enumerate(start)), test, following)
@@ -296,7 +296,7 @@ def _attention(equation: Any, backward: bool) -> Flops:
 
 def _dot(equation: Any) -> int:
     # Without a sum it is an elementwise product.
-    count = count_multiplications(equation) if dim_rule(equation).summed else 0
+    count = count_multiplications(equation) if dim_rule(equation).reduced else 0
     return product_flops(count, _are_complex(equation.invars[:2]))
 
 

@@ -43,14 +43,14 @@ class _Numbered(DimClasses):
         def of(atom: Any) -> DimIds:
             numbers = known.get(id(atom))
             if numbers is None or len(numbers) != len(shape_of(atom)):
-                numbers = self.new(atom)
+                numbers = self.new_ids(atom)
                 if not isinstance(atom, Literal):
                     known[id(atom)] = numbers
             return numbers
 
         for equation in jaxpr.eqns:
             if primitive_name(equation) not in ELEMENTWISE or len(equation.outvars) != 1:
-                results = self.equation(equation, [of(atom) for atom in equation.invars])
+                results = self.eval_equation(equation, [of(atom) for atom in equation.invars])
                 known.update(zip(map(id, equation.outvars), results, strict=False))
                 continue
             # Most equations: their operands have the dimensions of the result, or none.
@@ -63,8 +63,8 @@ class _Numbered(DimClasses):
                 numbers = of(atom) if found is None else found
                 if numbers is not result and len(numbers) == rank:
                     result = numbers if result is None else self._joined_pair(result, numbers)
-            known[id(out)] = self.new(out) if result is None else result
-        self.note(known)
+            known[id(out)] = self.new_ids(out) if result is None else result
+        self.record(known)
         results = [of(atom) for atom in jaxpr.outvars]
         self._runs[id(jaxpr)] = arguments, results
         return results
@@ -74,7 +74,7 @@ class _Numbered(DimClasses):
         if one == other:
             return one
         if (pair := (one, other)) not in self._pairs:
-            self._pairs[pair] = self.joined(pair)
+            self._pairs[pair] = self.join(pair)
         return self._pairs[pair]
 
     def _reshaped(self, equation: Any, known: DimIds, new: DimIds) -> DimIds:
@@ -115,17 +115,17 @@ class BatchDims:
         for numbers, placements in zip(self._numbered.arguments, arguments, strict=True):
             for axis, placement in enumerate(placements):
                 if isinstance(placement, Shard) and not placement.is_state:
-                    root = self._numbered.classes.root(numbers[placement.dim])
+                    root = self._numbered.union_find.root(numbers[placement.dim])
                     self._axes.setdefault(root, set()).add(axis)
         for numbers, split in self._numbered.splits:
-            axes = {axis for x in numbers for axis in self._axes.get(self._numbered.classes.root(x), ())}
+            axes = {axis for x in numbers for axis in self._axes.get(self._numbered.union_find.root(x), ())}
             if axes:
-                self._axes.setdefault(self._numbered.classes.root(split), set()).update(axes)
+                self._axes.setdefault(self._numbered.union_find.root(split), set()).update(axes)
 
     def add(self, atom: Any, dim: int, axes: Iterable[int]) -> None:
         """Takes note of a dimension of a value that is sharded over these axes, by number."""
         number = self._numbered.of(atom)[dim]
-        self._axes.setdefault(self._numbered.classes.root(number), set()).update(axes)
+        self._axes.setdefault(self._numbered.union_find.root(number), set()).update(axes)
 
     def along(self, axes: Sequence[int]) -> Self:
         """Returns the dimensions of the batch along these of the axes alone, by number."""
@@ -137,14 +137,14 @@ class BatchDims:
 
     def dims(self, atom: Any) -> set[int]:
         """Returns the dimensions of a value that are dimensions of the batch."""
-        root, numbers = self._numbered.classes.root, self._numbered.of(atom)
+        root, numbers = self._numbered.union_find.root, self._numbered.of(atom)
         return {dim for dim, number in enumerate(numbers) if root(number) in self._axes}
 
     def placements(self, atom: Any, placements: Placements) -> Placements:
         """Returns the placements of a value whose dimensions of the batch are sharded as well."""
         numbers, result = self._numbered.of(atom), [*placements]
         for dim, (number, size) in enumerate(zip(numbers, shape_of(atom), strict=False)):
-            axes = self._axes.get(self._numbered.classes.root(number), ())
+            axes = self._axes.get(self._numbered.union_find.root(number), ())
             if size <= 1 or not axes or size % math.prod([self._sizes[axis] for axis in axes]):
                 continue
             for axis in axes:

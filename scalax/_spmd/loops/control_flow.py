@@ -78,7 +78,7 @@ def partition_call(editor: JaxprEditor, equation: Any, values: Sequence[Value]) 
     atoms, results = [value.atom for value in values], [output.atom for output in outputs]
     atoms = [*_numbers(editor, inner), *atoms]
     # What is said of all examples does not hold of blocks: then the function alone runs.
-    call = editor.code.call_of if is_annotated else editor.code.call
+    call = editor.code.jit_call if is_annotated else editor.code.call
     editor.eqns.append(call(equation, inner.jaxpr, atoms, results))
     editor.include(inner, values)
     for i, sharding in said[1].items():
@@ -110,7 +110,9 @@ def partition_cond(editor: JaxprEditor, equation: Any, values: Sequence[Value]) 
     numbers = next(filter(None, [_numbers(editor, each) for each in found]), [])
     atoms = [chosen, *numbers, *[value.atom for value in operands]]
     made = tuple([_taking_number(editor, each) if numbers else each.jaxpr for each in found])
-    editor.eqns.append(editor.code.local(equation, atoms, [output.atom for output in outputs], branches=made))
+    editor.eqns.append(
+        editor.code.localize(equation, atoms, [output.atom for output in outputs], branches=made)
+    )
     for each in found:
         editor.include(each, operands)
 
@@ -129,7 +131,7 @@ def partition_scan(editor: JaxprEditor, equation: Any, values: Sequence[Value]) 
     loop, backward = loop_of(equation), editor.is_backward(equation)
     if backward:
         finish_forward_results(editor, equation, values)
-    constants, begun, stacks = map(list, loop.parts(values))
+    constants, begun, stacks = map(list, loop.split(values))
     _reduce(editor, [*constants, *stacks], equation)
     stacks = [
         _converted(editor, x, placements, equation)
@@ -144,13 +146,13 @@ def partition_scan(editor: JaxprEditor, equation: Any, values: Sequence[Value]) 
     arguments_before = [_constant(editor, apart.inside(_argument(x)), x, loop.length) for x in constants]
     elements = [apart.inside(_argument(x)) for x in stacks]
     elements = [x._replace(placements=_element(x.placements)) for x in elements]
-    stacked = len(equation.outvars) - loop.carried
+    stacked = len(equation.outvars) - loop.num_carry
     carried = [*map(apart.within, _first(loop, begun))]
 
     def run(*, is_last: bool = False) -> PartitionedJaxpr:
         state = [Argument(x) for x in carried]
         arguments = [*arguments_before, *state, *elements]
-        ends: list[Placements | ReductionTarget | None] = [*carried] if is_last else [None] * loop.carried
+        ends: list[Placements | ReductionTarget | None] = [*carried] if is_last else [None] * loop.num_carry
         ends += [REDUCE_TO_STATE] * stacked
         return context.partition(loop.body, arguments, ends, backward=backward, at=equation)
 
@@ -169,20 +171,20 @@ def partition_scan(editor: JaxprEditor, equation: Any, values: Sequence[Value]) 
     reduces = context.options.reduce_per_microbatch
     if reduces is None:
         reduces = not _are_few(
-            [x for x in equation.outvars[: loop.carried] if context.reduction_layouts.is_sharded(x)]
+            [x for x in equation.outvars[: loop.num_carry] if context.reduction_layouts.is_sharded(x)]
         )
     barred = set[tuple[int, int]]()
     if reduces and not carries_examples:
         barred = {(i, axis) for i, axes in sums.items() for axis in axes}
         inner, carried[:] = _fixed(run, carried, equation, barred)
-    gathered = {i: constants[i] for i in inner.gathered_arguments if i < loop.constants}
+    gathered = {i: constants[i] for i in inner.gathered_arguments if i < loop.num_consts}
     again = context.options.reshard_after_forward
     if again and not carries_examples and not _are_few([x.var for x in constants if x.is_state]):
         gathered = {i: x for i, x in gathered.items() if not x.is_state}
     if gathered:
         convert_constants(dict.fromkeys(gathered, context.replicated))
         inner, carried[:] = _fixed(run, carried, equation, barred)
-    before = loop.constants + loop.carried
+    before = loop.num_consts + loop.num_carry
     if kept := [
         i - before for i in inner.gathered_arguments if i >= before and _is_kept(editor, stacks[i - before])
     ]:
@@ -191,12 +193,12 @@ def partition_scan(editor: JaxprEditor, equation: Any, values: Sequence[Value]) 
             inside = apart.inside(_argument(stacks[i]))
             elements[i] = inside._replace(placements=_element(inside.placements))
         inner, carried[:] = _fixed(run, carried, equation, barred)
-    if cut := {i: x for i, x in inner.sliced_arguments.items() if i < loop.constants}:
+    if cut := {i: x for i, x in inner.sliced_arguments.items() if i < loop.num_consts}:
         convert_constants(cut)
         inner, carried[:] = _fixed(run, carried, equation, barred)
-    if [*inner.placements[: loop.carried]] != carried:
+    if [*inner.placements[: loop.num_carry]] != carried:
         inner = run(is_last=True)
-    ends = apart.results(carried, [_stack(x) for x in inner.placements[loop.carried :]])
+    ends = apart.results(carried, [_stack(x) for x in inner.placements[loop.num_carry :]])
     outputs = [editor.define(var, x) for var, x in zip(equation.outvars, ends, strict=True)]
     first = [editor.convert(value, x, equation) for value, x in zip(begun, ends, strict=False)]
     numbers = _numbers(editor, inner)
@@ -206,8 +208,8 @@ def partition_scan(editor: JaxprEditor, equation: Any, values: Sequence[Value]) 
     if apart.axes:
         params |= trip_count_param(rounds)
     if numbers:
-        params |= scan_counts(len(constants) + 1, loop.carried, len(stacks), stacked)
-    written = editor.code.local(equation, atoms, [output.atom for output in outputs], **params)
+        params |= scan_counts(len(constants) + 1, loop.num_carry, len(stacks), stacked)
+    written = editor.code.localize(equation, atoms, [output.atom for output in outputs], **params)
     editor.eqns.append(written)
     operands = [*constants, *begun, *stacks]
     editor.include(inner, operands, rounds, range(before, len(operands)))
@@ -216,8 +218,8 @@ def partition_scan(editor: JaxprEditor, equation: Any, values: Sequence[Value]) 
 def partition_while(editor: JaxprEditor, equation: Any, values: Sequence[Value]) -> None:
     """Writes a `while` whose rounds run on blocks; all devices decide alike when it ends."""
     loop, backward = loop_of(equation), editor.is_backward(equation)
-    constants, begun, _ = map(list, loop.parts(values))
-    tested = [*values[: loop.tested]]
+    constants, begun, _ = map(list, loop.split(values))
+    tested = [*values[: loop.num_cond_consts]]
     _reduce(editor, [*tested, *constants, *begun], equation)
     carried, context = [value.placements for value in begun], editor.context
 
@@ -225,7 +227,7 @@ def partition_while(editor: JaxprEditor, equation: Any, values: Sequence[Value])
         arguments = [*map(_argument, constants), *[Argument(x) for x in carried]]
         return context.partition(loop.body, arguments, results, backward=backward, at=equation)
 
-    of_each = bool(shape_of(open_jaxpr(loop.test).outvars[0]))
+    of_each = bool(shape_of(open_jaxpr(loop.cond).outvars[0]))
     ends = None if of_each else [editor.context.replicated]
     if of_each:  # devices that end apart exchange nothing in a round, so state comes before the first one
         tested, constants = (
@@ -235,13 +237,13 @@ def partition_while(editor: JaxprEditor, equation: Any, values: Sequence[Value])
 
     def run_test() -> PartitionedJaxpr:
         arguments = [*map(_argument, tested), *[Argument(x) for x in carried]]
-        return context.partition(loop.test, arguments, ends, backward=backward, at=equation)
+        return context.partition(loop.cond, arguments, ends, backward=backward, at=equation)
 
     for _ in range(2 if of_each else 1):  # a test may be of examples after one round only
         if of_each:
             carried[:] = _sharded_like(run_test().placements[0], carried)
         inner, carried[:] = _fixed(run, carried, equation)
-    if gathered := [i for i in inner.gathered_arguments if i < loop.constants]:
+    if gathered := [i for i in inner.gathered_arguments if i < loop.num_consts]:
         for i in gathered:
             constants[i] = _converted(editor, constants[i], editor.context.replicated, equation)
         inner, carried[:] = _fixed(run, carried, equation)
@@ -256,7 +258,7 @@ def partition_while(editor: JaxprEditor, equation: Any, values: Sequence[Value])
     first = [editor.convert(value, x, equation) for value, x in zip(begun, carried, strict=True)]
     of_test, of_body = _numbers(editor, test), _numbers(editor, inner)
     atoms = [*of_test, *[x.atom for x in tested], *of_body, *[x.atom for x in constants], *first]
-    written = editor.code.local(
+    written = editor.code.localize(
         *(equation, atoms, [output.atom for output in outputs]),
         body_jaxpr=inner.jaxpr,
         cond_jaxpr=test.jaxpr,
@@ -435,7 +437,9 @@ def _taking_number(editor: JaxprEditor, inner: PartitionedJaxpr) -> Any:
     if inner.takes_microbatch_index:
         return inner.jaxpr
     jaxpr = open_jaxpr(inner.jaxpr)
-    return rebuild_jaxpr(inner.jaxpr, [editor.code.scalar('int32'), *jaxpr.invars], jaxpr.eqns, jaxpr.outvars)
+    return rebuild_jaxpr(
+        inner.jaxpr, [editor.code.scalar_var('int32'), *jaxpr.invars], jaxpr.eqns, jaxpr.outvars
+    )
 
 
 def _reduce(editor: JaxprEditor, values: Sequence[Value], equation: Any) -> None:

@@ -119,8 +119,8 @@ def has_pipelines(editor: JaxprEditor, loop: Loop) -> bool:
 def _reductions(loop: Loop) -> list[Placement] | None:
     """The placements of carried values behind rounds that run apart; None if rounds depend on each other."""
     reductions, found = carry_reductions(loop), list[Placement]()
-    for i in range(loop.carried):
-        if reductions.is_handed_on(i):
+    for i in range(loop.num_carry):
+        if reductions.is_passed_through(i):
             found.append(REPLICATE)
         elif (reduction := reductions.of(i)) is not None:
             found.append(Partial(reduction))

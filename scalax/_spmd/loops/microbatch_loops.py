@@ -34,7 +34,7 @@ def stack_placements(editor: JaxprEditor, loop: Loop, stacks: Sequence[Value]) -
     """
     before = [stack.placements for stack in stacks]
     sharded = [any(map(_shards_rounds, placements)) for placements in before]
-    if not loop.carried or not any(sharded):
+    if not loop.num_carry or not any(sharded):
         return before
     makers = producers_of(open_jaxpr(editor.jaxpr))
     dims = [

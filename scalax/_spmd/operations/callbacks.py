@@ -38,7 +38,7 @@ def partition_callback(editor: JaxprEditor, equation: Any, values: Sequence[Valu
     if is_partitioned_callback(equation):
         sums = [tuple([REPLICATE if isinstance(x, Partial) else x for x in v.placements]) for v in values]
         atoms = [editor.convert(value, x, equation) for value, x in zip(values, sums, strict=True)]
-        editor.eqns.append(editor.code.local(equation, atoms, equation.outvars))
+        editor.eqns.append(editor.code.localize(equation, atoms, equation.outvars))
         return
     if context.auto.sizes and not callbacks_nest():
         raise CannotPartition(
@@ -50,10 +50,10 @@ def partition_callback(editor: JaxprEditor, equation: Any, values: Sequence[Valu
     outputs = [editor.define(var, context.replicated).atom for var in equation.outvars]
     axes = (*context.axes, *context.auto.sizes)
     if not axes:
-        editor.eqns.append(editor.code.local(equation, atoms, outputs))
+        editor.eqns.append(editor.code.localize(equation, atoms, outputs))
         return
     function = _on_first_device(equation, axes, tuple(context.auto.sizes))
-    editor.eqns.append(editor.code.traced(function, equation, atoms, outputs))
+    editor.eqns.append(editor.code.call_function_into(function, equation, atoms, outputs))
 
 
 def inspect_placements(editor: JaxprEditor, equation: Any, values: Sequence[Value]) -> None:
@@ -68,7 +68,7 @@ def inspect_placements(editor: JaxprEditor, equation: Any, values: Sequence[Valu
     if value.has_sum:
         editor.reduce(value, equation)
     tell = functools.partial(_tell, sharding_callback(equation), spec_of(value.placements, context.axes))
-    editor.eqns.append(editor.code.local(equation, [value.atom], [], callback=tell))
+    editor.eqns.append(editor.code.localize(equation, [value.atom], [], callback=tell))
 
 
 def _tell(callback: Callable[[Any], None], spec: PartitionSpec, of_block: Any) -> None:

@@ -52,5 +52,5 @@ def write_pointwise(editor: JaxprEditor, name: str, equation: Any) -> bool:
         editor.code.literal(atom) if isinstance(atom, Literal) else editor.values[id(atom)].atom
         for atom in equation.invars
     ]
-    editor.eqns.append(editor.code.local(equation, atoms, [output.atom]))
+    editor.eqns.append(editor.code.localize(equation, atoms, [output.atom]))
     return True

@@ -43,17 +43,17 @@ def record_local_sort(editor: JaxprEditor, equation: Any, keys: Value) -> None:
     block = find_sorted_block(editor.jaxpr, equation, count)
     if block is None:
         return
-    inside = [eqn for eqn in open_jaxpr(editor.jaxpr).eqns if eqn in block.own]
-    changed = {*map(id, inside), *map(id, block.products)}
+    inside = [eqn for eqn in open_jaxpr(editor.jaxpr).eqns if eqn in block.local_equations]
+    changed = {*map(id, inside), *map(id, block.ragged_dots)}
     if not changed.isdisjoint(editor.local_rows):
         return
     placements = tuple([Shard(0) if i in axes else REPLICATE for i in range(len(context.axes))])
     atom = editor.convert(keys, placements, equation)
     sizes = editor.emit(
-        functools.partial(_group_sizes, block.groups), ('group_sizes', block.groups), equation, [atom]
+        functools.partial(_group_sizes, block.num_groups), ('group_sizes', block.num_groups), equation, [atom]
     )
     editor.local_rows.update(dict.fromkeys(changed, placements))
-    editor.local_group_sizes.update((id(product), sizes) for product in block.products)
+    editor.local_group_sizes.update((id(product), sizes) for product in block.ragged_dots)
 
 
 def write_local_rows(
@@ -72,7 +72,7 @@ def write_local_rows(
         function, key = functools.partial(_own_numbers, axes, count), ('own_numbers', axes, count)
         atoms[1] = editor.emit(function, key, equation, [atoms[1]])
     outputs = [editor.define(var, placements) for var in equation.outvars]
-    editor.eqns.append(editor.code.local(equation, atoms, [output.atom for output in outputs]))
+    editor.eqns.append(editor.code.localize(equation, atoms, [output.atom for output in outputs]))
 
 
 def local_group_operands(

@@ -69,7 +69,7 @@ def kernel_params(
     shards = _shards(equation, [*operands, *results])
     params = kernels.split_grid_params(equation, shards) if shards else {}
     if kernels.is_interpreted(equation):
-        return kernels.interpreted_params(equation, params, code.in_context)
+        return kernels.interpreted_params(equation, params, code.localize_jaxpr)
     return params
 
 
@@ -113,7 +113,7 @@ def kernel_along_auto_axes(
 
     params = kernels.split_grid_params(equation, shards)
     if kernels.is_interpreted(equation):
-        params = kernels.interpreted_params(equation, params, code.along_all_axes().in_context)
+        params = kernels.interpreted_params(equation, params, code.along_all_axes().localize_jaxpr)
 
     return in_shard_map(code, auto, equation, operands, results, specs, params)
 
@@ -149,7 +149,7 @@ def in_shard_map(
         axis_names={*auto.sizes},
         check_vma=False,
     )
-    return code.traced(mapped, equation, operands, results)
+    return code.call_function_into(mapped, equation, operands, results)
 
 
 def _auto_steps(equation: Any, auto: AutoShardings, shards: dict[int, int]) -> dict[int, Axes]:

@@ -40,7 +40,7 @@ def row_placements(
         return None
     if rows in others:
         return (Shard(rows), Shard(others[rows]), REPLICATE), SUM
-    dim = dim_rule(equation).of_alone([(0, rows)])
+    dim = dim_rule(equation).dim_from_exactly([(0, rows)])
     return None if dim is None else ((Shard(rows), REPLICATE, REPLICATE), Shard(dim))
 
 

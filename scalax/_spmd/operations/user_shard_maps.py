@@ -215,11 +215,11 @@ def partition_shard_map(editor: JaxprEditor, equation: Any, values: Sequence[Val
         nested = [
             [_along(spec, axes.nested) for spec in each] for each in (shard_map_in_specs(equation), specs)
         ]
-        written = editor.code.mapped(
+        written = editor.code.nested_shard_map(
             equation, inner.jaxpr, (nested[0], nested[1]), axes.nested, atoms, blocks
         )
     else:
-        written = editor.code.call_of(equation, inner.jaxpr, atoms, blocks)
+        written = editor.code.jit_call(equation, inner.jaxpr, atoms, blocks)
     editor.eqns.append(written)
     editor.include(inner, values)
     for i, (output, block, join) in enumerate(zip(outputs, blocks, joins, strict=True)):

@@ -27,15 +27,17 @@ class LayerScanFinder(AbstractInterpreter[DimSharding]):
     """
 
     def __init__(self, jaxpr: Any, arguments: Sequence[DimSharding]) -> None:
-        super().__init__(nothing=UNSHARDED)
+        super().__init__(bottom=UNSHARDED)
         self.loops: dict[int, Any] = {}
-        self.results(jaxpr, arguments)
+        self.eval_jaxpr(jaxpr, arguments)
 
-    def primitive(self, name: str, equation: Any, operands: Sequence[DimSharding]) -> Sequence[DimSharding]:
-        results = dim_rule(equation).through(operands) or [UNSHARDED] * len(equation.outvars)
+    def eval_primitive(
+        self, name: str, equation: Any, operands: Sequence[DimSharding]
+    ) -> Sequence[DimSharding]:
+        results = dim_rule(equation).propagate(operands) or [UNSHARDED] * len(equation.outvars)
         return [*map(_first_of_each, results)]
 
-    def joined(self, facts: Sequence[DimSharding]) -> DimSharding:
+    def join(self, facts: Sequence[DimSharding]) -> DimSharding:
         return merged(facts, max(map(len, facts)))
 
     def element_of(self, stack: DimSharding) -> DimSharding:
@@ -44,17 +46,17 @@ class LayerScanFinder(AbstractInterpreter[DimSharding]):
     def stack_of(self, element: DimSharding) -> DimSharding:
         return ((), *element) if element else UNSHARDED
 
-    def loop(self, equation: Any, operands: Sequence[DimSharding]) -> Sequence[DimSharding]:
-        results, loop = super().loop(equation, operands), loop_of(equation)
-        if not any(LAYERS in stack[0] for stack in loop.parts(operands)[2] if stack):
+    def eval_loop(self, equation: Any, operands: Sequence[DimSharding]) -> Sequence[DimSharding]:
+        results, loop = super().eval_loop(equation, operands), loop_of(equation)
+        if not any(LAYERS in stack[0] for stack in loop.split(operands)[2] if stack):
             return results
         self.loops[id(equation)] = equation
-        stacks = zip(results[loop.carried :], equation.outvars[loop.carried :], strict=True)
+        stacks = zip(results[loop.num_carry :], equation.outvars[loop.num_carry :], strict=True)
         of_layers = [
             merged([of_dims({0: (LAYERS,)}, len(shape_of(var))), each], len(shape_of(var)))
             for each, var in stacks
         ]
-        return [*results[: loop.carried], *of_layers]
+        return [*results[: loop.num_carry], *of_layers]
 
 
 def _first_of_each(sharding: DimSharding) -> DimSharding:

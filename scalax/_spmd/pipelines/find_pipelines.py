@@ -182,7 +182,7 @@ def _check_layers(
 ) -> None:
     """Raises StagesError about stacks that are sharded otherwise, or layers that do not divide."""
     loop, line = loop_of(equation), line_of(equation)
-    _, _, stacks = loop.parts(equation.invars)
+    _, _, stacks = loop.split(equation.invars)
     elsewhere = {int(mark) for stack in stacks for mark in (places.of(stack) or ((),))[0] if mark.isdigit()}
     if elsewhere:
         listed = ', '.join(names[i] if names else f'argument {i}' for i in sorted(elsewhere))
@@ -304,8 +304,8 @@ class _Staged(rewriting.Rewriter):
                     equation, why, 'compute them again (jax.checkpoint) in place of offloading them'
                 )
             try:
-                facts = rows.rounds(equation, operands)
-                _check_sums(equation, facts.carried)
+                facts = rows.loop_fixpoint(equation, operands)
+                _check_sums(equation, facts.carry)
             except MixesExamples:
                 parts = fission_scan(equation, rows, operands)
                 if not parts:
@@ -351,14 +351,14 @@ def _described(
 ) -> PipelinedLoop:
     """What plans say of a loop over layers."""
     loop = loop_of(equation)
-    constants, carried, stacks = loop.parts(equation.invars)
+    constants, carried, stacks = loop.split(equation.invars)
 
     def size(variables: Sequence[Any], known: Sequence[BatchValue], kind: Any) -> int:
         pairs = zip(variables, known, strict=False)
         return sum(array_bytes(var.aval) for var, fact in pairs if isinstance(fact, kind))
 
-    along, moving = size(constants, facts.constants, BatchDim), size(carried, facts.carried, BatchDim)
-    same = size(carried, facts.carried, type(None))
+    along, moving = size(constants, facts.consts, BatchDim), size(carried, facts.carry, BatchDim)
+    same = size(carried, facts.carry, type(None))
     return PipelinedLoop(
         line=line_of(equation),
         axis=pipeline.axis,
@@ -368,8 +368,8 @@ def _described(
         layers=loop.length or 0,
         is_backward=bool(scan_options(equation)['reverse']),
         executions=executions,
-        weights=size(stacks, facts.elements, type(None)),
-        saved_activation_bytes=size(equation.outvars[loop.carried :], facts.results, BatchDim),
+        weights=size(stacks, facts.xs, type(None)),
+        saved_activation_bytes=size(equation.outvars[loop.num_carry :], facts.ys, BatchDim),
         send_bytes=(along + moving) // pipeline.num_microbatches + same,
         io_bytes=(along + 2 * moving) // pipeline.num_microbatches,
     )
@@ -392,7 +392,7 @@ def _check_sums(equation: Any, carried: Sequence[BatchValue]) -> None:
     """Raises `MixesExamples` about a sum over rows to which a layer does more than to add something."""
     loop = loop_of(equation)
     body = open_jaxpr(rewriting.inline_calls(loop.body, lambda call: True))
-    _, state, _ = loop.parts(body.invars)
+    _, state, _ = loop.split(body.invars)
     for var, out, fact in zip(state, body.outvars, carried, strict=False):
         if fact == PARTIAL_SUM and carry_increment(body, var, out) is None:
             why = 'layers read a sum over the batch that they carry'

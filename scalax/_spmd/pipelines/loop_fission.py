@@ -40,7 +40,7 @@ def fission_scan(equation: Any, rows: BatchDimAnalysis, operands: Sequence[Batch
     inner = open_jaxpr(body)
     needs = _Needs(inner, loop, rows, operands)
     outer = dict(zip(map(id, inner.invars), equation.invars, strict=True))
-    constants, _, elements = loop.parts(inner.invars)
+    constants, _, elements = loop.split(inner.invars)
     everything, ahead, sums = range(len(inner.outvars)), [*needs.ahead.values()], [*needs.sums.values()]
     if ahead:
         given = extract_subjaxpr(body, constants, ahead)
@@ -75,8 +75,8 @@ class _Needs:
     """
 
     def __init__(self, body: Any, loop: Loop, rows: BatchDimAnalysis, operands: Sequence[BatchValue]) -> None:
-        constants, state, _ = loop.parts(body.invars)
-        fixed, first, stacks = loop.parts(operands)
+        constants, state, _ = loop.split(body.invars)
+        fixed, first, stacks = loop.split(operands)
         self.carried, late = [*first], set[int]()  # numbers of what is carried
         while True:
             facts = [*fixed, *self.carried, *map(rows.element_of, stacks)]
@@ -86,13 +86,13 @@ class _Needs:
             self.late = {id(state[i]) for i in late}
             for each in body.eqns:
                 self._follow(each, rows)
-            before, outs = (late, self.carried), body.outvars[: loop.carried]
+            before, outs = (late, self.carried), body.outvars[: loop.num_carry]
             for var, out in zip(state, outs, strict=True):
                 if self._known.get(id(out)) == PARTIAL_SUM and carry_increment(body, var, out) is None:
                     self.late.add(id(out))
             late = late | {i for i, out in enumerate(outs) if id(out) in self.late}
             self.carried = [
-                None if i in late else rows.joined([self.carried[i], self._known.get(id(out))])
+                None if i in late else rows.join([self.carried[i], self._known.get(id(out))])
                 for i, out in enumerate(outs)
             ]
             if (late, self.carried) == before:
@@ -105,7 +105,7 @@ class _Needs:
         results: Sequence[BatchValue] = [None] * len(equation.outvars)
         try:
             if not is_late and any(facts):
-                results = rows.equation(equation, facts)
+                results = rows.eval_equation(equation, facts)
         except MixesExamples:
             is_late = True
         own = {id(var): var for var in equation.outvars}
@@ -146,8 +146,8 @@ class _Part:
         more: Sequence[Any] = (),
     ) -> None:
         inner, loop = open_jaxpr(body), loop_of(equation)
-        _, state, _ = loop.parts(inner.invars)
-        self.kept, stacked = [[i for i in own if (i < loop.carried) == is_it] for is_it in (True, False)]
+        _, state, _ = loop.split(inner.invars)
+        self.kept, stacked = [[i for i in own if (i < loop.num_carry) == is_it] for is_it in (True, False)]
         before = None
         while self.kept != before:
             before, self._numbers = self.kept, [*self.kept, *stacked]

@@ -84,8 +84,8 @@ def partition_pipeline(
 ) -> None:
     """Writes a loop over layers as a pipeline."""
     loop, facts, context = loop_of(equation), pipeline.facts, editor.context
-    constants, begun, stacks = map(list, loop.parts(values))
-    _reduce(editor, [x for x, fact in zip(begun, facts.carried, strict=True) if fact != SUM], equation)
+    constants, begun, stacks = map(list, loop.split(values))
+    _reduce(editor, [x for x, fact in zip(begun, facts.carry, strict=True) if fact != SUM], equation)
     _reduce(editor, [*constants, *stacks], equation)
 
     def outside(placements: Placements, fact: Placement) -> Placements:
@@ -109,15 +109,16 @@ def partition_pipeline(
             others.append(fact if isinstance(fact, Shard) and not isinstance(x, Shard) else x)
         return (*others, fact)
 
-    of_constants = [*map(inside, constants, facts.constants)]
-    of_elements = [*map(element, stacks, facts.elements)]
+    of_constants = [*map(inside, constants, facts.consts)]
+    of_elements = [*map(element, stacks, facts.xs)]
     carried = [
         (SUM,) * len(context.axes) if fact == SUM else inside(value, fact)
-        for value, fact in zip(begun, facts.carried, strict=True)
+        for value, fact in zip(begun, facts.carry, strict=True)
     ]
     states = [value.origin is not None or value.is_state for value in stacks]
     layouts = [
-        _layout(context.reduction_layouts.of(var), i < loop.carried) for i, var in enumerate(equation.outvars)
+        _layout(context.reduction_layouts.of(var), i < loop.num_carry)
+        for i, var in enumerate(equation.outvars)
     ]
 
     def arguments() -> list[Argument]:
@@ -135,15 +136,15 @@ def partition_pipeline(
         return layer.partition(body, arguments(), ends, backward=editor.is_backward(equation), at=equation)
 
     settled: ReductionTarget | None = None if pipeline.gathers_once else REDUCE_TO_STATE
-    first: list[Placements | ReductionTarget | None] = [None] * loop.carried
-    first += [settled] * len(facts.results)
+    first: list[Placements | ReductionTarget | None] = [None] * loop.num_carry
+    first += [settled] * len(facts.ys)
     for _ in range(_MOST_ROUNDS):
         inner = run(first)
         after = [
             (*map(_next, x[:-1], y[:-1]), SUM if x[-1] == SUM else join(x[-1], y[-1]))
             for x, y in zip(carried, inner.placements, strict=False)
         ]
-        gathered = [i for i in inner.gathered_arguments if i < loop.constants]
+        gathered = [i for i in inner.gathered_arguments if i < loop.num_consts]
         for i in gathered:
             of_constants[i] = (*(REPLICATE,) * (len(context.axes) - 1), of_constants[i][-1])
         if after == carried and not gathered:
@@ -151,11 +152,11 @@ def partition_pipeline(
         carried[:] = after
     else:
         raise CannotPartition(equation, 'the placements of what it carries do not settle')
-    if [*inner.placements[: loop.carried]] != carried:
-        inner = run([*carried, *inner.placements[loop.carried :]])
+    if [*inner.placements[: loop.num_carry]] != carried:
+        inner = run([*carried, *inner.placements[loop.num_carry :]])
     # What is the same for all examples may be computed for those of a microbatch alone.
     in_turn = [x[-1] for x in inner.placements]
-    facts = facts._replace(carried=in_turn[: loop.carried], results=in_turn[loop.carried :])
+    facts = facts._replace(carry=in_turn[: loop.num_carry], ys=in_turn[loop.num_carry :])
     pipeline = pipeline._replace(facts=facts)
 
     def stacked(placements: Placements, *, is_state: bool) -> Placements:
@@ -164,10 +165,10 @@ def partition_pipeline(
         return (*others, Shard(0, is_state))
 
     operands: list[Any] = []
-    for value, placements, fact in zip(constants, of_constants, facts.constants, strict=True):
+    for value, placements, fact in zip(constants, of_constants, facts.consts, strict=True):
         operands.append(editor.convert(value, outside(placements, fact), equation))
-    terms = [fact == SUM and not value.is_zero for value, fact in zip(begun, facts.carried, strict=True)]
-    for value, placements, fact, is_term in zip(begun, carried, facts.carried, terms, strict=True):
+    terms = [fact == SUM and not value.is_zero for value, fact in zip(begun, facts.carry, strict=True)]
+    for value, placements, fact, is_term in zip(begun, carried, facts.carry, terms, strict=True):
         if fact != SUM or is_term:
             operands.append(editor.convert(value, outside(placements, fact), equation))
     for value, placements, is_state in zip(stacks, of_elements, states, strict=True):
@@ -175,15 +176,15 @@ def partition_pipeline(
         atom = editor.convert(value, target, equation, keeps_state=pipeline.gathers_once)
         operands.append(_exchanged(editor, equation, atom, pipeline))
     run_ticks = _Ticks(pipeline, inner, terms)
-    written = editor.code.called(run_ticks, equation, operands)
+    written = editor.code.call_function(run_ticks, equation, operands)
     editor.eqns.append(written)
-    placed = [outside(*pair) for pair in zip(carried, facts.carried, strict=True)]
+    placed = [outside(*pair) for pair in zip(carried, facts.carry, strict=True)]
     placed += [
         stacked(x, is_state=not isinstance(fact, Shard))
-        for x, fact in zip(inner.placements[loop.carried :], facts.results, strict=True)
+        for x, fact in zip(inner.placements[loop.num_carry :], facts.ys, strict=True)
     ]
     for i, (var, atom, placements) in enumerate(zip(equation.outvars, written.outvars, placed, strict=True)):
-        if i >= loop.carried:
+        if i >= loop.num_carry:
             atom = _exchanged(editor, equation, atom, pipeline, back=True)
         editor.define(var, placements, atom)
     editor.include(inner, [*constants, *begun, *stacks], pipeline.ticks * run_ticks.layers)
@@ -259,27 +260,27 @@ class _Ticks:
         self._first, self._last = (0, pipeline.stages - 1)[:: self._way]
         # What goes from stage to stage: constants of each example, and what is carried but for sums.
         facts = pipeline.facts
-        self._along = [fact for fact in facts.constants if isinstance(fact, Shard)]
-        self._travelling = [*self._along, *[fact for fact in facts.carried if fact != SUM]]
+        self._along = [fact for fact in facts.consts if isinstance(fact, Shard)]
+        self._travelling = [*self._along, *[fact for fact in facts.carry if fact != SUM]]
         self.__name__ = 'pipeline'
 
     def __call__(self, *operands: Any) -> list[Any]:
-        facts, count = self._pipeline.facts, self._loop.carried
+        facts, count = self._pipeline.facts, self._loop.num_carry
         left = iter(operands)
-        constants = [next(left) for _ in facts.constants]
+        constants = [next(left) for _ in facts.consts]
         begun = [
             next(left) if fact != SUM or is_term else None
-            for fact, is_term in zip(facts.carried, self._terms, strict=True)
+            for fact, is_term in zip(facts.carry, self._terms, strict=True)
         ]
         stacks = [*left]
-        pairs = [*zip(constants, facts.constants, strict=True)]
+        pairs = [*zip(constants, facts.consts, strict=True)]
         doors = [x for x, fact in pairs if isinstance(fact, Shard)]
-        doors += [x for x, fact in zip(begun, facts.carried, strict=True) if fact != SUM]
+        doors += [x for x, fact in zip(begun, facts.carry, strict=True) if fact != SUM]
         others = [x for x, fact in pairs if not isinstance(fact, Shard)]
         kept = self._all_ticks(doors, others, stacks)
         carried = [
             (x if first is None else x + first.astype(x.dtype)) if fact == SUM else self._leaving(x, fact)
-            for x, first, fact in zip(kept, begun, facts.carried, strict=False)
+            for x, first, fact in zip(kept, begun, facts.carry, strict=False)
         ]
         return [
             x.astype(kind.dtype) if x.dtype != kind.dtype else x
@@ -288,7 +289,7 @@ class _Ticks:
 
     def _all_ticks(self, doors: Sequence[Any], others: Sequence[Any], stacks: Sequence[Any]) -> list[Any]:
         """What a stage keeps of all ticks: what the last one carries, sums, and stacks."""
-        facts, count, stages = self._pipeline.facts, self._loop.carried, self._pipeline.stages
+        facts, count, stages = self._pipeline.facts, self._loop.num_carry, self._pipeline.stages
         place = self._way * (jax.lax.axis_index(self._pipeline.axis) - self._first)
         pairs = [*zip(doors, self._travelling, strict=True)]
         pairs = [(self._entering(x, fact), fact) for x, fact in pairs]
@@ -310,16 +311,16 @@ class _Ticks:
                     self._put(before, x, fact, last.microbatch)
                     if isinstance(fact, Shard)
                     else _added(before, x, fact, turn)
-                    for before, x, fact in zip(kept, carried, facts.carried, strict=False)
+                    for before, x, fact in zip(kept, carried, facts.carry, strict=False)
                 ],
                 *[
                     self._put_in_stack(before, x, fact, turn)
-                    for before, x, fact in zip(kept[count:], given, facts.results, strict=True)
+                    for before, x, fact in zip(kept[count:], given, facts.ys, strict=True)
                 ],
             ]
             sent = [
                 *current[: len(self._along)],
-                *[x for x, fact in zip(carried, facts.carried, strict=True) if fact != SUM],
+                *[x for x, fact in zip(carried, facts.carry, strict=True) if fact != SUM],
             ]
             return (taken(t + 1, [*map(self._sent, sent)], current), kept), None
 
@@ -340,20 +341,20 @@ class _Ticks:
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """What a group of layers gives for a microbatch: what it carries, and stacks."""
         facts, travelling, rest = self._pipeline.facts, iter(current), iter(others)
-        constants = [next(travelling if isinstance(fact, Shard) else rest) for fact in facts.constants]
+        constants = [next(travelling if isinstance(fact, Shard) else rest) for fact in facts.consts]
         begun = [
             jnp.zeros(kind.shape, kind.dtype) if fact == SUM else next(travelling)
-            for kind, fact in zip(self._types, facts.carried, strict=False)
+            for kind, fact in zip(self._types, facts.carry, strict=False)
         ]
         elements = [
             self._group(self._part(x, _in_stack(fact), turn.microbatch), turn)
-            for x, fact in zip(stacks, facts.elements, strict=True)
+            for x, fact in zip(stacks, facts.xs, strict=True)
         ]
         number = [turn.microbatch.astype('int32')] if self._inner.takes_microbatch_index else []
 
         def layer(carried: Sequence[Any], elements: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             values = [*bind_as_jit(self._inner.jaxpr, [*number, *constants, *carried, *elements], 'layer')]
-            return values[: self._loop.carried], values[self._loop.carried :]
+            return values[: self._loop.num_carry], values[self._loop.num_carry :]
 
         return jax.lax.scan(layer, begun, elements, self.layers, **self._options)
 
@@ -383,8 +384,8 @@ class _Ticks:
     def _empty(self, begun: Sequence[Any]) -> list[Any]:
         """What is kept before the first tick; *begun* is what is carried first, without sums."""
         facts, first, kept = self._pipeline.facts, iter(begun), []
-        for i, (kind, fact) in enumerate(zip(self._types, [*facts.carried, *facts.results], strict=True)):
-            is_carried = i < self._loop.carried
+        for i, (kind, fact) in enumerate(zip(self._types, [*facts.carry, *facts.ys], strict=True)):
+            is_carried = i < self._loop.num_carry
             before = next(first) if is_carried and fact != SUM else None
             if is_carried and fact == REPLICATE:
                 kept.append(before)

@@ -30,7 +30,7 @@ def sink_constants(jaxpr: Any, makers: Mapping[int, Any], equation: Any) -> Any:
         equation: the `scan`.
     """
     loop = loop_of(equation)
-    constants, first, stacks = loop.parts(equation.invars)
+    constants, first, stacks = loop.split(equation.invars)
     roots: dict[int, Any] = {}
     known: dict[int, tuple[float, Sequence[Any]]] = {}
     for atom in constants:

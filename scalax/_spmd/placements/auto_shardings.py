@@ -129,7 +129,7 @@ class AutoShardings:
             ]
         if not any(operands):
             return ()
-        result_dims = dim_rule(equation).through(operands)
+        result_dims = dim_rule(equation).propagate(operands)
         return [
             self._valid_dims(tuple(dims), shape_of(var))
             for dims, var in zip(result_dims, equation.outvars, strict=False)
@@ -137,14 +137,14 @@ class AutoShardings:
 
     def _loop(self, equation: Any, operands: Sequence[AutoDims], is_final: bool) -> Sequence[AutoDims]:
         loop = loop_of(equation)
-        constants, first, stacks = loop.parts(operands)
+        constants, first, stacks = loop.split(operands)
         carried, elements = [*first], [dims[1:] if any(dims[1:]) else NO_AXES for dims in stacks]
         results = self._forward(loop.body, [*constants, *carried, *elements], is_final=False)
         carried = [a or b for a, b in zip(carried, results, strict=False)]
         results = self._forward(loop.body, [*constants, *carried, *elements], is_final=is_final)
-        if loop.test is not None:
-            self._forward(loop.test, [*operands[: loop.tested], *carried], is_final=is_final)
-        stacked = [((), *dims) if dims else NO_AXES for dims in results[loop.carried :]]
+        if loop.cond is not None:
+            self._forward(loop.cond, [*operands[: loop.num_cond_consts], *carried], is_final=is_final)
+        stacked = [((), *dims) if dims else NO_AXES for dims in results[loop.num_carry :]]
         return [*[a or b for a, b in zip(carried, results, strict=False)], *stacked]
 
     def _constrained_dims(self, sharding: Any, var: Any, previous: AutoDims) -> AutoDims:

@@ -125,7 +125,7 @@ class CollectiveWriter:
         [operand, *_] = operands
         template_key = op, operand.aval.dtype, len(shape_of(operand)), tuple(auto)
         if (template := self._templates.get(template_key)) is not None:
-            return self._code.written(template, like, operand, result)
+            return self._code.from_template(template, like, operand, result)
         key = op._replace(axes=()), self.block(op.axes)
         is_key = jax.dtypes.issubdtype(operand.aval.dtype, jax.dtypes.prng_key)
         is_extreme = op.kind == 'all_reduce' and op.reduce_op != 'sum'
@@ -148,13 +148,13 @@ class CollectiveWriter:
             return with_results(self._code.equation(function, key, like, [operand]), [result])
         if op._replace(axes=()) in _COMMON_OPS:
             functions = [_op_function(common_op, key[1], is_key) for common_op in _COMMON_OPS]
-            template = self._code.exchanges(functions, _MAX_COMMON_DIMS, ('common', key[1]))[
+            template = self._code.collective_templates(functions, _MAX_COMMON_DIMS, ('common', key[1]))[
                 _COMMON_OPS[key[0]]
             ]
         else:
-            template = self._code.exchange(function, key, like, operand, result)
+            template = self._code.collective(function, key, like, operand, result)
         self._templates[template_key] = template
-        return self._code.written(template, like, operand, result)
+        return self._code.from_template(template, like, operand, result)
 
     def shape(self, op: RedistributeOp, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the local shape after an operation on a block of a shape."""

@@ -164,33 +164,33 @@ class ReductionLayouts:
 
     def _loop(self, equation: Any, results: Sequence[_MaybeLayout]) -> Sequence[_MaybeLayout]:
         loop = loop_of(equation)
-        stacks = [remap_layout(layout, ShiftedDims(-1)) for layout in results[loop.carried :]]
-        carried = [*results[: loop.carried]]
+        stacks = [remap_layout(layout, ShiftedDims(-1)) for layout in results[loop.num_carry :]]
+        carried = [*results[: loop.num_carry]]
         after_loop, accumulators = carried, self._accumulators(loop)
         carried = [
             self._unreduced_in_loop(layout) if i in accumulators else layout
             for i, layout in enumerate(carried)
         ]
-        num_consts = loop.constants
+        num_consts = loop.num_consts
         for _ in range(2):  # the first iteration finds the layouts of all carried values
             argument_layouts = self._backward(loop.body, [*carried, *stacks])
-            body_carry = argument_layouts[num_consts : num_consts + loop.carried]
+            body_carry = argument_layouts[num_consts : num_consts + loop.num_carry]
             merged_carry = [first or second for first, second in zip(carried, body_carry, strict=True)]
             if merged_carry == carried:
                 break
             carried = merged_carry
         elements = [
-            remap_layout(layout, ShiftedDims(1)) for layout in argument_layouts[num_consts + loop.carried :]
+            remap_layout(layout, ShiftedDims(1)) for layout in argument_layouts[num_consts + loop.num_carry :]
         ]
         carried = [after_loop[i] if i in accumulators else layout for i, layout in enumerate(carried)]
-        return [*[None] * loop.tested, *argument_layouts[:num_consts], *carried, *elements]
+        return [*[None] * loop.num_cond_consts, *argument_layouts[:num_consts], *carried, *elements]
 
     def _accumulators(self, loop: Loop) -> set[int]:
         """Returns the indices of the carried values to which a `scan` only adds."""
-        if loop.test is not None:
+        if loop.cond is not None:
             return set()
         reductions = carry_reductions(loop)
-        return {i for i in range(loop.carried) if reductions.of(i) == 'sum'}
+        return {i for i in range(loop.num_carry) if reductions.of(i) == 'sum'}
 
     def _unreduced_in_loop(self, layout: _MaybeLayout) -> _MaybeLayout:
         """Returns the layout of the terms of a sum that is reduced after a loop.

@@ -58,7 +58,7 @@ def result_states(jaxpr: Any, paths: Sequence[str | None], results: Sequence[str
         if path is not None:
             by_type.setdefault(_type(var), {})[i] = None
     distances = _Distances()
-    result_distances = distances.results(
+    result_distances = distances.eval_jaxpr(
         jaxpr, [() if path is None else ((i, 0),) for i, path in enumerate(paths)]
     )
     uses = {id(atom) for equation in inner_jaxpr.eqns for atom in equation.invars}
@@ -107,7 +107,7 @@ class _Distances(AbstractInterpreter[Distances]):
     """Computes the distances of the values of a jaxpr to its arguments."""
 
     def __init__(self) -> None:
-        super().__init__(nothing=())
+        super().__init__(bottom=())
         self._joined: dict[tuple[Distances, ...], Distances] = {}
         self._farther: dict[Distances, Distances] = {}
 
@@ -124,10 +124,10 @@ class _Distances(AbstractInterpreter[Distances]):
                 continue
             operands = [distances_by_id.get(id(atom), ()) for atom in equation.invars]
             if any(operands):
-                results = self.equation(equation, operands)
+                results = self.eval_equation(equation, operands)
                 pairs = zip(equation.outvars, results, strict=False)
                 distances_by_id.update({id(var): distances for var, distances in pairs if distances})
-        self.note(distances_by_id)
+        self.record(distances_by_id)
         return [distances_by_id.get(id(atom), ()) for atom in jaxpr.outvars]
 
     def _elementwise(self, name: str, equation: Any, distances_by_id: Mapping[int, Distances]) -> Distances:
@@ -143,10 +143,10 @@ class _Distances(AbstractInterpreter[Distances]):
             if shape_of(atom) == shape:
                 if name not in _PRESERVES_STATE or (name == 'sub' and i == 1):
                     distances = self._scaled(distances)
-                result = self.joined((result, distances)) if result and result != distances else distances
+                result = self.join((result, distances)) if result and result != distances else distances
         return result
 
-    def primitive(self, name: str, equation: Any, operands: Sequence[Distances]) -> Sequence[Distances]:
+    def eval_primitive(self, name: str, equation: Any, operands: Sequence[Distances]) -> Sequence[Distances]:
         if name in SHARDING_PARAMS or name == 'optimization_barrier':
             return operands
         return operands[:1] if name in _WRITES_INTO_FIRST else ()
@@ -157,7 +157,7 @@ class _Distances(AbstractInterpreter[Distances]):
             self._farther[distances] = tuple([(n, min(x + 1, _MAX_DISTANCE)) for n, x in distances])
         return self._farther[distances]
 
-    def joined(self, facts: Sequence[Distances]) -> Distances:
+    def join(self, facts: Sequence[Distances]) -> Distances:
         if (key := tuple(facts)) not in self._joined:
             least: dict[int, int] = {}
             for distances in facts:

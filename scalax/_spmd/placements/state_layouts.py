@@ -71,12 +71,12 @@ def _results(
         ]
     if name in ('scan', 'while'):
         loop = loop_of(equation)
-        constants, carried, stacks = loop.parts(operands)
+        constants, carried, stacks = loop.split(operands)
         elements = [remap_layout(layout, ShiftedDims(-1)) for layout in stacks]
         results = _forward(layouts, loop.body, [*constants, *carried, *elements])
         return [
-            *results[: loop.carried],
-            *[remap_layout(layout, ShiftedDims(1)) for layout in results[loop.carried :]],
+            *results[: loop.num_carry],
+            *[remap_layout(layout, ShiftedDims(1)) for layout in results[loop.num_carry :]],
         ]
     if name == 'optimization_barrier':
         return operands

@@ -54,12 +54,12 @@ def _operands(live: set[int], equation: Any, results: Sequence[bool]) -> Sequenc
     if name not in ('scan', 'while'):
         return [True] * len(equation.invars)
     loop, used = loop_of(equation), [*results]
-    tested = [] if loop.test is None else _mark(live, loop.test, [True])
-    for i, is_used in enumerate(tested[loop.tested :]):
+    tested = [] if loop.cond is None else _mark(live, loop.cond, [True])
+    for i, is_used in enumerate(tested[loop.num_cond_consts :]):
         used[i] = used[i] or is_used
     while True:  # what a round needs, the round before it has to give
         operands = _mark(live, loop.body, used)
-        after = [a or b for a, b in zip(used, operands[loop.constants :], strict=False)][: loop.carried]
-        if after == used[: loop.carried]:
-            return [*tested[: loop.tested], *operands]
-        used[: loop.carried] = after
+        after = [a or b for a, b in zip(used, operands[loop.num_consts :], strict=False)][: loop.num_carry]
+        if after == used[: loop.num_carry]:
+            return [*tested[: loop.num_cond_consts], *operands]
+        used[: loop.num_carry] = after

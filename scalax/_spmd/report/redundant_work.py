@@ -157,7 +157,7 @@ class Redundancy:
             jaxpr = shard_map_jaxpr(equation)[0] if name == 'shard_map' else call_jaxpr(equation)
             return self._run(jaxpr, operands, times, is_last=is_last)
         loop = loop_of(equation)
-        constants, carried, stacks = map(list, loop.parts(operands))
+        constants, carried, stacks = map(list, loop.split(operands))
         while True:
             results = self._run(loop.body, [*constants, *carried, *stacks], times, is_last=False)
             after = [_joined(pair) for pair in zip(carried, results, strict=False)]
@@ -167,7 +167,7 @@ class Redundancy:
         if is_last:
             times *= 1 if loop.length is None else loop.length
             self._run(loop.body, [*constants, *carried, *stacks], times, is_last=True)
-        return [*carried, *results[loop.carried :]]
+        return [*carried, *results[loop.num_carry :]]
 
     def _result(self, equation: Any, operands: Sequence[Provenance]) -> Provenance:
         """Returns the fact about the results of an equation without a jaxpr."""
@@ -220,7 +220,7 @@ def product_flops(equation: Any) -> int:
     """Returns the operations of a product or a convolution; 0 of other equations."""
     name = primitive_name(equation)
     if name in ('dot_general', 'ragged_dot_general'):
-        return 2 * count_multiplications(equation) if dim_rule(equation).summed else 0
+        return 2 * count_multiplications(equation) if dim_rule(equation).reduced else 0
     if name == 'conv_general_dilated':
         kernel, result = shape_of(equation.invars[1]), shape_of(equation.outvars[0])
         return 2 * math.prod(result) * math.prod(kernel) // kernel[conv_dims(equation).rhs_spec[0]]

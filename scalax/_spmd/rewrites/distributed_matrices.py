@@ -141,7 +141,7 @@ class _Distribution(Rewriter):
                 blocks = [*results]
             return blocks if first.is_stack else [x[0] for x in blocks]
 
-        operands = [*[function.root for function in group], *first.free]
+        operands = [*[function.root for function in group], *first.scalars]
         outputs = [var for function in group for var in function.results]
         return trace_equation_if_supported(jax.jit(distributed), first.equations[-1], operands, outputs)
 
@@ -176,13 +176,13 @@ def _is_sharded(placements: Placements) -> bool:
 def _of_stack(function: MatrixFunction, stack: Any, scalars: Sequence[Any]) -> Sequence[Any]:
     """Returns the results of a function for a stack of any size: stacks."""
     if not function.is_stack:
-        results: Sequence[Any] = jax.vmap(lambda x: eval_jaxpr(function.part, [x, *scalars]))(stack)
+        results: Sequence[Any] = jax.vmap(lambda x: eval_jaxpr(function.jaxpr, [x, *scalars]))(stack)
         return results
-    part, rows = function.part, BatchDimAnalysis(shape_of(function.root)[0])
+    part, rows = function.jaxpr, BatchDimAnalysis(shape_of(function.root)[0])
     if not OWN_GRADIENTS.isdisjoint(map(primitive_name, all_equations(part))):
         raise NotImplementedError('a part has a gradient of its own')
-    facts = rows.results(part, [BatchDim(0), *[None] * len(scalars)])
-    dims = [fact.dim for fact in facts if isinstance(fact, BatchDim) and fact.each == 1]
+    facts = rows.eval_jaxpr(part, [BatchDim(0), *[None] * len(scalars)])
+    dims = [fact.dim for fact in facts if isinstance(fact, BatchDim) and fact.elements_per_example == 1]
     if len(dims) < len(facts):
         raise NotImplementedError('a result is one value for all matrices')
     if len(stack) == rows.count and not any(dims):
@@ -221,7 +221,7 @@ def _pays(function: MatrixFunction, count: int, size: int, devices: int, *, is_s
     computes what is replicated, and all decompositions.
     """
     products = decompositions = moved = 0.0
-    for equation, times in _costly(function.part):
+    for equation, times in _costly(function.jaxpr):
         if primitive_name(equation) == 'dot_general':
             values = (*equation.invars, *equation.outvars)
             products += times * 2 * count_multiplications(equation) * SECONDS_PER_FLOP

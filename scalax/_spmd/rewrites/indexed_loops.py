@@ -104,7 +104,7 @@ def _split_examples(jaxpr: Any, batch_dims: BatchDims) -> set[int]:
 
 def _has_examples(batch_dims: BatchDims, split: Container[int], equation: Any) -> bool:
     """Whether a loop reads or carries something whose first dimension is one of examples."""
-    constants, state, _ = loop_of(equation).parts(equation.invars)
+    constants, state, _ = loop_of(equation).split(equation.invars)
     return any(
         id(atom) in split or 0 in batch_dims.dims(atom)
         for atom in (*constants, *state, *equation.outvars[: len(state)])
@@ -128,18 +128,18 @@ def _with_stacks(
     """The jaxpr with stacks in place of rows, and its integers, given those of its arguments."""
     inner, changed = open_jaxpr(jaxpr), []
     numbers = StaticIntegers(inner, iotas=True)
-    numbers.note(inner.invars, given)
+    numbers.set(inner.invars, given)
     for equation in inner.eqns:
         name = primitive_name(equation)
         if name in CALLS:
             body, inside = _with_stacks(
                 call_jaxpr(equation), [*map(numbers.of, equation.invars)], is_rewritten
             )
-            numbers.note(equation.outvars, [*map(inside.of, open_jaxpr(body).outvars)])
+            numbers.set(equation.outvars, [*map(inside.of, open_jaxpr(body).outvars)])
             equation = with_jaxprs(equation, body)
         elif name == 'scan':
             equation, found = _scan(equation, [*map(numbers.of, equation.invars)], is_rewritten)
-            numbers.note(equation.outvars, found)
+            numbers.set(equation.outvars, found)
         changed.append(equation)
     same = all(map(operator.is_, changed, inner.eqns))
     return jaxpr if same else replace_jaxpr(jaxpr, eqns=changed), numbers
@@ -156,14 +156,14 @@ def _scan(
         return equation, results
     rows = np.arange(length)
     body = inline_calls(loop.body, functools.partial(_may_take_rows, length=length))
-    (atoms, first, _), (constants, _, stacks) = map(loop.parts, (equation.invars, operands))
+    (atoms, first, _), (constants, _, stacks) = map(loop.split, (equation.invars, operands))
     counters = [] if options['reverse'] else _counters(loop._replace(body=body), first, rows)
     counted = [rows.astype(x.aval.dtype) if i in counters else None for i, x in enumerate(first)]
     elements = [None if x is None or x.shape != rows.shape else x for x in stacks]
     same = [None if size_of(atom) == 1 else x for atom, x in zip(atoms, constants, strict=True)]
     inside, numbers = _with_stacks(body, [*same, *counted, *elements], is_rewritten)
-    found = [numbers.of(x) if size_of(x) == 1 else None for x in open_jaxpr(inside).outvars[loop.carried :]]
-    results[loop.carried :] = [None if x is None else np.broadcast_to(x, rows.shape) for x in found]
+    found = [numbers.of(x) if size_of(x) == 1 else None for x in open_jaxpr(inside).outvars[loop.num_carry :]]
+    results[loop.num_carry :] = [None if x is None else np.broadcast_to(x, rows.shape) for x in found]
     if not open_jaxpr(inside).effects and is_rewritten(equation):
         is_own = functools.partial(_is_number, numbers, rows)
         changed = _by_number(loop._replace(body=inside), is_own, counters, options)
@@ -198,10 +198,10 @@ def _counters(loop: Loop, first: Sequence[Any], rows: IntegerValues) -> Sequence
     """Which carried values count the rounds, from zero on."""
     body, found = open_jaxpr(loop.body), []
     known = StaticIntegers(body)
-    for i, var in enumerate(loop.parts(body.invars)[1]):
+    for i, var in enumerate(loop.split(body.invars)[1]):
         if isinstance(first[i], Literal) and not first[i].val:
             dtype = var.aval.dtype
-            known.give([var], [rows.astype(dtype)])
+            known.reset([var], [rows.astype(dtype)])
             after = known.of(body.outvars[i])
             if after is not None and np.array_equal(after, (rows + 1).astype(dtype)):
                 found.append(i)
@@ -220,8 +220,8 @@ def _by_number(
         options: those of `jax.lax.scan`.
     """
     body, length = open_jaxpr(loop.body), loop.length or 0
-    constants, state, elements = loop.parts(body.invars)
-    outputs, makers = body.outvars[: loop.carried], producers_of(body)
+    constants, state, elements = loop.split(body.invars)
+    outputs, makers = body.outvars[: loop.num_carry], producers_of(body)
     puts = [
         _written(makers, var, out, is_own, _rows_of_round(var, length))
         for var, out in zip(state, outputs, strict=True)
@@ -231,16 +231,16 @@ def _by_number(
     sources = {id(var): i for i, var in enumerate(constants)}
     for i, var in enumerate(state):
         if i in written or outputs[i] is var:
-            sources[id(var)] = loop.constants + i
+            sources[id(var)] = loop.num_consts + i
     read = [
         (sources[id(each.invars[0])], each.outvars[0])
         for each in body.eqns
         if each.invars and id(each.invars[0]) in sources and _reads(each, is_own, length)
     ]
-    kept = [i for i in range(loop.carried) if i not in written and i not in counters]
+    kept = [i for i in range(loop.num_carry) if i not in written and i not in counters]
     carried, taken = [state[i] for i in (*kept, *counters)], [var for _, var in read]
     results = [*[outputs[i] for i in kept], *[row for each in written.values() for row, _ in each]]
-    results += body.outvars[loop.carried :]
+    results += body.outvars[loop.num_carry :]
     rounds = extract_subjaxpr(loop.body, [*constants, *carried, *elements, *taken], results)
     used = {id(x) for each in open_jaxpr(rounds).eqns for x in each.invars} | {*map(id, results)}
     if not (read or written or counters) or any(id(state[i]) in used for i in written):
@@ -248,7 +248,7 @@ def _by_number(
     links = [(i, is_added) for i, each in written.items() for _, is_added in each]
 
     def by_number(*operands: Any) -> list[Any]:
-        given, first, stacks = loop.parts(operands)
+        given, first, stacks = loop.split(operands)
 
         def step(state: Sequence[Any], elements: Sequence[Any]) -> tuple[Any, Any]:
             results = eval_jaxpr(rounds, [*given, *state, *elements])
@@ -264,7 +264,7 @@ def _by_number(
         for (i, is_added), x in zip(links, stacked, strict=False):
             rows = x.reshape(first[i].shape)
             found[i] = found[i] + rows if is_added else rows
-        return [*[found[i] for i in range(loop.carried)], *stacked[len(links) :]]
+        return [*[found[i] for i in range(loop.num_carry)], *stacked[len(links) :]]
 
     return by_number
 

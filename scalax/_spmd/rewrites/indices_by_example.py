@@ -117,11 +117,11 @@ def _with_inside(equation: Any, columns: _Columns, known: _Known) -> Any:
         before = call_jaxpr(equation)
     else:
         loop = loop_of(equation)
-        constants, carried, stacks = loop.parts(operands)
+        constants, carried, stacks = loop.split(operands)
         inside = [*constants, *[{}] * len(carried), *[_shifted(stack, -1) for stack in stacks]]
         before = loop.body
         jaxpr, results = _rewritten(before, inside, known)
-        results = [{}] * loop.carried + [_shifted(x, 1) for x in results[loop.carried :]]
+        results = [{}] * loop.num_carry + [_shifted(x, 1) for x in results[loop.num_carry :]]
     columns.known.update(zip(map(id, equation.outvars), results, strict=True))
     return equation if jaxpr is before else with_jaxprs(equation, jaxpr)
 
@@ -147,7 +147,7 @@ class _Columns:
         self._producers, self._integers = producers_of(inner), StaticIntegers(inner, iotas=True)
         for var, value in constants_of(jaxpr):
             if _may_count(var) and getattr(value, 'is_fully_addressable', True):
-                self._integers.note([var], [np.asarray(value)])
+                self._integers.set([var], [np.asarray(value)])
 
     def of(self, atom: Any) -> Columns:
         """The columns of a value that are numbers of examples."""

@@ -72,10 +72,10 @@ def _placed(
         return equation
     loop = loop_of(equation)
     body = open_jaxpr(loop.body)
-    stacks = dict(zip(map(id, loop.parts(body.invars)[2]), loop.parts(equation.invars)[2], strict=True))
+    stacks = dict(zip(map(id, loop.split(body.invars)[2]), loop.split(equation.invars)[2], strict=True))
     made = {id(var) for inside in body.eqns for var in inside.outvars}
     wanted: dict[int, NamedSharding] = {}
-    for var, element in zip(equation.outvars[loop.carried :], body.outvars[loop.carried :], strict=True):
+    for var, element in zip(equation.outvars[loop.num_carry :], body.outvars[loop.num_carry :], strict=True):
         spec = behind.get(id(var))
         if spec is None or id(element) not in made:
             continue

@@ -123,7 +123,7 @@ class Program:
         taken, made = self._values(equation)
         whole = not held and name not in _VARIADIC
         dims = dim_rule(equation)
-        known: Hashable = (tuple(taken), tuple(made), dims.results, dims.summed) if whole else ()
+        known: Hashable = (tuple(taken), tuple(made), dims.results, dims.reduced) if whole else ()
         inside = tuple([each.primitive.name for each in calls])
         count = len(self.operations)
         number = note(self.operations, inside, path, name, stem(name_stack(equation)), known)

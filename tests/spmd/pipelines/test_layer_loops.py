@@ -39,8 +39,10 @@ def test_loops_compute_masks_themselves():
     jaxpr, before = _loop_of(fun, w, x)
     changed = sink_constants(jaxpr, producers_of(open_jaxpr(jaxpr)), before)
     loop = loop_of(changed)
-    constants, _, _ = loop.parts(changed.invars)
-    assert loop_of(before).constants == 1 and not [each for each in constants if shape_of(each) == (16, 6, 4)]
+    constants, _, _ = loop.split(changed.invars)
+    assert loop_of(before).num_consts == 1 and not [
+        each for each in constants if shape_of(each) == (16, 6, 4)
+    ]
     [mine] = eval_jaxpr(_with(jaxpr, before, changed), [w, x])
     np.testing.assert_allclose(mine, fun(w, x), rtol=1e-6)
 
