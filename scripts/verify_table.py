@@ -33,8 +33,8 @@ although they look wrong. This list is of JAX {jax}; earlier versions have more 
 
 - *Result*: the element with the largest error, its value on the mesh, and in brackets that on one device.
 - *First*: the first operation that differs, and its function; of a `shard_map`, the collectives in it.
-- *Gone without*: what removes the difference: switching off partitioning along the batch or pipeline
-  stages, or the sharding of arguments along a mesh axis.
+- *Gone without*: the change that removes the difference: no partitioning along the batch, no pipelining, or
+  no argument sharded along a mesh axis.
 """
 _SECTIONS = {
     'partitioner': '## Faults of XLA\n',
@@ -55,9 +55,9 @@ _WORDS = {
     'mended': 'corrected',
 }
 _CHANGES = {
-    'without stages': 'stages',
+    'without pipelining': 'pipelining',
     'without partitioning along the batch': 'partitioning',
-    'without stages and partitioning along the batch': 'stages and partitioning',
+    'without pipelining and partitioning along the batch': 'pipelining and partitioning',
 }
 
 

@@ -1,4 +1,4 @@
-"""Runs a step on both sides, with several arguments and several steps in a row, and compares the results."""
+"""Comparison of a step on a mesh with the same step on one device, over several arguments and steps."""
 
 from __future__ import annotations
 
@@ -14,14 +14,28 @@ from scalax._core.pytree.paths import NamedTree, is_prng_key
 from scalax._core.render.tables import array_text
 from scalax._core.util.progress import UpdateProgress
 from scalax._jax.tracing import is_abstract
-from scalax._verification.reference import OneDevice, Step, blocks_of, shape_of, unplaced, with_keys
+from scalax._verification.reference import (
+    SingleDeviceReference,
+    StepCall,
+    abstract_leaf,
+    local_shards,
+    uncommitted,
+    wrap_keys_like,
+)
 from scalax._verification.report import Difference
-from scalax._verification.sample_inputs import drawn, roles_of, varied
-from scalax._verification.tolerance import Error, Explained, error_of, error_of_blocks, explained, is_number
+from scalax._verification.sample_inputs import domains_of, resample, sample
+from scalax._verification.tolerance import (
+    ErrorStats,
+    Tolerance,
+    error_stats,
+    error_stats_of_shards,
+    is_inexact,
+    tolerance_for,
+)
 from scalax.errors import ArgumentError, PlacementError, shown
 
-_DRAWS = 2  # of rounding errors, for each step
-_APART = 1000  # between the seeds of the arguments of steps in a row
+_NUM_SAMPLES = 2  # of rounding errors, for each step
+_SEED_STRIDE = 1000  # between the seeds of the arguments of consecutive steps
 
 
 class Comparison:
@@ -29,92 +43,109 @@ class Comparison:
 
     Args:
         step: the step.
-        one: the step on one device, if it was traced already.
-        function: what is called on the mesh, if not the function of the step.
+        reference: the step on one device, if it was traced already.
+        function: a function to call on the mesh instead of the function of the step.
 
     Attributes:
-        one: the step on one device.
-        roles: what values the leaves of the arguments may have.
+        step: the step.
+        reference: the step on one device.
+        domains: the value domains of the leaves of the arguments.
         paths: the paths of the results.
-        differences: what was found, by the number of the result; that of a step that raised is -1.
+        differences: result index -> its difference; -1 is a step that raised on the mesh.
         rounding_dependent: the indices of results that differed, but not after the arguments were perturbed.
-        finite: the numbers of results that had finite values on one device.
+        finite: the indices of results with finite values on one device.
     """
 
-    def __init__(self, step: Step, one: OneDevice | None = None, function: Any = None) -> None:
-        self.step, self.one, self._function = step, one or OneDevice(step), function
+    def __init__(
+        self, step: StepCall, reference: SingleDeviceReference | None = None, function: Any = None
+    ) -> None:
+        self.step, self.reference, self._function = step, reference or SingleDeviceReference(step), function
         self._shardings = step.shardings(function)
-        self.paths, self._results = NamedTree.of(self.one.out).paths, jax.tree.leaves(self.one.out)
-        self.roles = roles_of(self.one.jaxpr)
-        self._next = step.next_arguments(self.one.out)
-        self._drawn: dict[tuple[int, int], Error] = {}  # (step, result) -> the largest errors that were drawn
+        self.paths = NamedTree.of(self.reference.out).paths
+        self.domains = domains_of(self.reference.jaxpr)
+        self._fed_back = step.results_fed_back(self.reference.out)
+        self._sampled_errors: dict[tuple[int, int], ErrorStats] = {}  # (step, result) -> the largest ones
         self.differences: dict[int, Difference] = {}
         self.rounding_dependent: set[int] = set()
         self.finite: set[int] = set()
 
-    def run(self, seed: int, steps: int, note: UpdateProgress) -> None:
-        """Compares some steps in a row, of which each takes what the one before returned."""
-        found = self._differing(seed, steps, 0, note)
-        for moved in (1, 2):
-            # A result that hinges on a rounding, such as which expert takes a row, hinges elsewhere if the
-            # arguments are moved by a rounding. A fault stays.
-            if all(map(self._is_certain, found)):
+    def run(self, seed: int, steps: int, update_progress: UpdateProgress) -> None:
+        """Compares consecutive steps, each of which takes the results of the one before."""
+        differences = self._first_differences(seed, steps, 0, update_progress)
+        for perturbation in (1, 2):
+            # A result may depend on how a value is rounded, such as on which expert an example is routed to.
+            # Perturbed arguments then move the difference to another element. A bug keeps its difference.
+            if all(map(self._is_exact, differences)):
                 break
-            again = self._differing(seed, max(each.step for each in found.values()), moved, note)
-            gone = {leaf for leaf in found if leaf not in again and not self._is_certain(leaf)}
+            last_step = max(difference.step for difference in differences.values())
+            repeated = self._first_differences(seed, last_step, perturbation, update_progress)
+            gone = {i for i in differences if i not in repeated and not self._is_exact(i)}
             self.rounding_dependent |= gone
-            found = {leaf: each for leaf, each in found.items() if leaf not in gone}
-        for leaf, each in found.items():
-            seeds = self.differences[leaf].seeds + 1 if leaf in self.differences else 1
-            self.differences[leaf] = dataclasses.replace(self.differences.get(leaf, each), seeds=seeds)
+            differences = {i: difference for i, difference in differences.items() if i not in gone}
+        for i, difference in differences.items():
+            seeds = self.differences[i].seeds + 1 if i in self.differences else 1
+            self.differences[i] = dataclasses.replace(self.differences.get(i, difference), seeds=seeds)
 
     @property
     def repeats(self) -> bool:
         """Whether a step returns arguments of the next one."""
-        return bool(self._next)
+        return bool(self._fed_back)
 
-    def _is_certain(self, leaf: int) -> bool:
-        """Whether no rounding can change a result."""
-        return leaf < 0 or not self.one.rounded[leaf]
+    def _is_exact(self, i: int) -> bool:
+        """Whether rounding cannot change a result."""
+        return i < 0 or not self.reference.rounded_results[i]
 
-    def arguments(self, seed: int, moved: int = 0) -> list[Any]:
-        """The leaves of the arguments: for seed 0 the user's own, if they have values."""
-        leaves, roles = self.step.leaves, self.roles
-        new = drawn([*map(shape_of, leaves)], roles, seed)
-        own = [i for i, leaf in enumerate(leaves) if not is_abstract(leaf)]
-        values = varied([unplaced(leaves[i]) for i in own], [roles[i] for i in own], seed)
-        for i, value in zip(own, values, strict=True):
-            new[i] = value
-        return [_moved(leaf, moved) for leaf in new] if moved else new
+    def arguments(self, seed: int, perturbation: int = 0) -> list[Any]:
+        """Returns the leaves of the arguments: for seed 0 the user's values, where there are any.
 
-    def _differing(self, seed: int, steps: int, moved: int, note: UpdateProgress) -> dict[int, Difference]:
-        """The results of the first step that has any that rounding does not explain."""
-        plain = self.arguments(seed, moved)
-        on_mesh, errors = [*map(_placed, plain, self._shardings)], [plain] * _DRAWS
-        for number in range(1, (steps if self._next else 1) + 1):
-            note(f'step {number} with seed {seed}')
-            expected = self.one.run(plain)
-            samples = [self.one.run(leaves, 1.0, seed_of(seed, moved, i)) for i, leaves in enumerate(errors)]
-            for leaf, value in enumerate(expected):
-                for sample in samples:
-                    known = self._drawn.get((number, leaf), Error())
-                    self._drawn[number, leaf] = known | error_of(sample[leaf], value)
+        Args:
+            seed: selects the values.
+            perturbation: if not 0, the seed of a perturbation of each float by one unit in the last place.
+        """
+        leaves, domains = self.step.leaves, self.domains
+        values = sample([*map(abstract_leaf, leaves)], domains, seed)
+        concrete = [i for i, leaf in enumerate(leaves) if not is_abstract(leaf)]
+        user_values = [uncommitted(leaves[i]) for i in concrete]
+        resampled = resample(user_values, [domains[i] for i in concrete], seed)
+        for i, value in zip(concrete, resampled, strict=True):
+            values[i] = value
+        return [_perturb(leaf, perturbation) for leaf in values] if perturbation else values
+
+    def _first_differences(
+        self, seed: int, steps: int, perturbation: int, update_progress: UpdateProgress
+    ) -> dict[int, Difference]:
+        """Returns the differences of the first step that has differences which rounding does not explain."""
+        leaves = self.arguments(seed, perturbation)
+        mesh_leaves, sample_leaves = [*map(_placed, leaves, self._shardings)], [leaves] * _NUM_SAMPLES
+        for step in range(1, (steps if self._fed_back else 1) + 1):
+            update_progress(f'step {step} with seed {seed}')
+            expected = self.reference.run(leaves)
+            samples = [
+                self.reference.run(perturbed, 1.0, combine_seeds(seed, perturbation, i))
+                for i, perturbed in enumerate(sample_leaves)
+            ]
+            for i, value in enumerate(expected):
+                for results in samples:
+                    known_errors = self._sampled_errors.get((step, i), ErrorStats())
+                    self._sampled_errors[step, i] = known_errors | error_stats(results[i], value)
             try:
-                results = jax.tree.leaves(self.called(on_mesh, self._function))
+                actual = jax.tree.leaves(self.call_on_mesh(mesh_leaves, self._function))
             except Exception as error:
-                if number == 1:
+                if step == 1:
                     error.add_note(f'{self.step.name} raises this on the mesh, but not on one device')
                     raise
-                return {-1: Difference('', seed=seed, step=number, raised=f'{type(error).__name__}: {error}')}
-            self._require_mesh(results)
-            self._require_shapes(results, expected)
-            if found := self._compared(results, expected, seed, number):
-                return found
-            fresh = self.arguments(seed + _APART * number, moved)
-            plain, *errors = [self._following(fresh, each) for each in (expected, *samples)]
-            on_mesh = [*map(_placed, fresh, self._shardings)]
-            for to, result in self._next.items():
-                on_mesh[to] = results[result]
+                return {-1: Difference('', seed=seed, step=step, raised=f'{type(error).__name__}: {error}')}
+            self._require_mesh(actual)
+            self._require_shapes(actual, expected)
+            if differences := self._compare(actual, expected, seed, step):
+                return differences
+            fresh = self.arguments(seed + _SEED_STRIDE * step, perturbation)
+            leaves, *sample_leaves = [
+                self._next_arguments(fresh, results) for results in (expected, *samples)
+            ]
+            mesh_leaves = [*map(_placed, fresh, self._shardings)]
+            for argument, result in self._fed_back.items():
+                mesh_leaves[argument] = actual[result]
         return {}
 
     def _require_mesh(self, results: Sequence[Any]) -> None:
@@ -122,16 +153,17 @@ class Comparison:
         devices = {device for result in results for device in result.sharding.device_set}
         if len(devices) < 2 and results:
             raise ArgumentError(
-                f'{self.step.name} ran on one device, so it was compared with itself: neither arguments nor '
-                'results have shardings. Use helper.sjit(fun, in_shardings=...), or pass sharded arguments'
+                f'{self.step.name} ran on one device, so it was compared with itself: neither its arguments '
+                'nor its results have shardings. Use helper.sjit(fun, in_shardings=...), or pass sharded '
+                'arguments'
             )
 
-    def _require_shapes(self, results: Sequence[Any], expected: Sequence[np.ndarray]) -> None:
-        """Raises ArgumentError if shapes depend on the sizes of the mesh axes: values cannot be compared."""
+    def _require_shapes(self, actual: Sequence[Any], expected: Sequence[np.ndarray]) -> None:
+        """Raises ArgumentError if the shapes of results depend on the mesh, so that values do not compare."""
         wrong = [
             f'{path or "(the result itself)"}: {array_text(str(result.dtype), result.shape)} on the mesh, '
             f'and {array_text(str(result.dtype), value.shape)} on one device'
-            for path, result, value in zip(self.paths, results, expected, strict=True)
+            for path, result, value in zip(self.paths, actual, expected, strict=True)
             if not is_prng_key(result) and result.shape != value.shape
         ]
         if wrong:
@@ -139,41 +171,41 @@ class Comparison:
                 f'{self.step.name} returns arrays of other shapes on the mesh than on one device:\n'
                 f'{shown(wrong)}\n'
                 'What to do: return global arrays, whose shapes are the same on any mesh; the out_specs of a '
-                'shard_map join blocks along the mesh axes over which they differ.'
+                'shard_map concatenate local shards along the mesh axes over which they differ.'
             )
 
-    def _compared(
-        self, results: Sequence[Any], expected: Sequence[np.ndarray], seed: int, number: int
+    def _compare(
+        self, actual: Sequence[Any], expected: Sequence[np.ndarray], seed: int, step: int
     ) -> dict[int, Difference]:
-        found = {}
-        for leaf, (result, value) in enumerate(zip(results, expected, strict=True)):
-            if not value.size or not is_number(value) or np.isfinite(value).any():
-                self.finite.add(leaf)
-            error = error_of_blocks(blocks_of(result), value)
-            limit = explained(self._drawn[number, leaf], value, self.one.rounded[leaf])
-            if not limit.covers(error):
-                found[leaf] = difference(self.paths[leaf], result, error, limit, seed, number)
-        return found
+        differences = {}
+        for i, (result, value) in enumerate(zip(actual, expected, strict=True)):
+            if not value.size or not is_inexact(value) or np.isfinite(value).any():
+                self.finite.add(i)
+            error = error_stats_of_shards(local_shards(result), value)
+            tolerance = tolerance_for(self._sampled_errors[step, i], value, self.reference.rounded_results[i])
+            if not tolerance.covers(error):
+                differences[i] = make_difference(self.paths[i], result, error, tolerance, seed, step)
+        return differences
 
-    def differing_on_one_device(self, anew: OneDevice, seed: int) -> frozenset[int]:
-        """The numbers of results that differ on one device each time, or when it is traced anew."""
+    def nondeterministic_results(self, retraced: SingleDeviceReference, seed: int) -> frozenset[int]:
+        """Returns the indices of results that differ between runs on one device, or after a new trace."""
         leaves = self.arguments(seed)
-        first, *others = [one.run(leaves) for one in (self.one, self.one, anew)]
-        pairs = [(leaf, value, first[leaf]) for other in others for leaf, value in enumerate(other)]
-        return frozenset(leaf for leaf, value, known in pairs if error_of(value, known).largest)
+        first, *others = [reference.run(leaves) for reference in (self.reference, self.reference, retraced)]
+        pairs = [(i, value, first[i]) for results in others for i, value in enumerate(results)]
+        return frozenset(i for i, value, expected in pairs if error_stats(value, expected).largest)
 
-    def called(self, leaves: Sequence[Any], function: Any) -> Any:
-        """What the step returns on the mesh, or another function in its place."""
+    def call_on_mesh(self, leaves: Sequence[Any], function: Any) -> Any:
+        """Returns the results of the step on the mesh, or of another function with its arguments."""
         try:
             return self.step.call(leaves, function)
-        except PlacementError:  # results are where the compiler likes them, if no rule says where
-            return self.step.call([unplaced(leaf) for leaf in leaves], function)
+        except PlacementError:  # the compiler has placed results that no rule constrains
+            return self.step.call([uncommitted(leaf) for leaf in leaves], function)
 
-    def _following(self, fresh: Sequence[Any], results: Sequence[np.ndarray]) -> list[Any]:
-        """The arguments of the next step of one device."""
+    def _next_arguments(self, fresh: Sequence[Any], results: Sequence[np.ndarray]) -> list[Any]:
+        """Returns the arguments of the next step on one device."""
         leaves = [*fresh]
-        for to, result in self._next.items():
-            leaves[to] = with_keys(results[result], fresh[to])
+        for argument, result in self._fed_back.items():
+            leaves[argument] = wrap_keys_like(results[result], fresh[argument])
         return leaves
 
 
@@ -181,21 +213,23 @@ def _placed(value: Any, sharding: NamedSharding | None) -> Any:
     return value if sharding is None else jax.device_put(value, sharding)
 
 
-def seed_of(*numbers: int) -> int:
-    """A number of 32 bits, of which all are different for other numbers."""
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+def combine_seeds(*seeds: int) -> int:
+    """Hashes several seeds into one of 32 bits."""
+    return int(np.random.SeedSequence(seeds).generate_state(1)[0])
 
 
-def difference(path: str, result: Any, error: Error, limit: Explained, seed: int, step: int) -> Difference:
-    """A difference, as users see it."""
+def make_difference(
+    path: str, result: Any, error: ErrorStats, tolerance: Tolerance, seed: int, step: int
+) -> Difference:
+    """Makes the difference that a report shows."""
     array, spec = array_text(str(result.dtype), result.shape), getattr(result.sharding, 'spec', None)
     values = error.index, error.actual, error.expected
-    return Difference(path, array, spec, error.largest, limit.largest, *values, seed, step)
+    return Difference(path, array, spec, error.largest, tolerance.largest, *values, seed, step)
 
 
-def _moved(leaf: Any, seed: int) -> Any:
-    """An argument moved by a rounding: each element up or down."""
-    if not hasattr(leaf, 'dtype') or is_prng_key(leaf) or not is_number(leaf):
+def _perturb(leaf: Any, seed: int) -> Any:
+    """Moves each element of a floating-point array up or down by one unit in the last place."""
+    if not hasattr(leaf, 'dtype') or is_prng_key(leaf) or not is_inexact(leaf):
         return leaf
     signs = np.random.default_rng((seed, leaf.size)).choice([-1.0, 1.0], leaf.shape)
     unit = float(jax.numpy.finfo(leaf.dtype).eps)

@@ -22,11 +22,11 @@ from scalax._jax.rewriting import constants_of
 from scalax._jaxpr.abstract_interpreter import AbstractInterpreter
 from scalax._jaxpr.source_lines import line_of
 
-Kind = Literal['key', 'mask', 'index', 'length', 'count', 'integer', 'fraction', 'positive', 'number']
+DomainKind = Literal['key', 'mask', 'index', 'length', 'count', 'integer', 'fraction', 'positive', 'number']
 
 
 @dataclasses.dataclass(frozen=True)
-class Role:
+class ValueDomain:
     """What values a leaf of the arguments may have.
 
     Attributes:
@@ -36,17 +36,17 @@ class Role:
         reason: what the step does with the leaf, and in which line; empty if it may be anything of its dtype.
     """
 
-    kind: Kind
+    kind: DomainKind
     bound: int | None = None
     reason: str = ''
 
 
-def uses_of(jaxpr: Any) -> list[dict[Kind, Role]]:
+def domains_by_use(jaxpr: Any) -> list[dict[DomainKind, ValueDomain]]:
     """The uses of each argument of a closed jaxpr: of each kind the one that allows least."""
-    return _Uses(jaxpr).of_arguments
+    return _Uses(jaxpr).domains_of_arguments
 
 
-def is_of(value: Any, kind: Any) -> bool:
+def has_dtype(value: Any, kind: Any) -> bool:
     """Whether an array, or its type, has elements of a kind."""
     dtype = getattr(value, 'dtype', None)
     return dtype is not None and jnp.issubdtype(dtype, kind)
@@ -101,7 +101,7 @@ class _Uses(AbstractInterpreter[_Fact]):
     def __init__(self, jaxpr: Any) -> None:
         super().__init__(_NOTHING)
         count = len(open_jaxpr(jaxpr).invars)
-        self.of_arguments: list[dict[Kind, Role]] = [{} for _ in range(count)]
+        self.domains_of_arguments: list[dict[DomainKind, ValueDomain]] = [{} for _ in range(count)]
         self._constants: dict[int, _Fact] = {
             id(var): _constant(value)
             for var, value in constants_of(jaxpr)
@@ -128,7 +128,7 @@ class _Uses(AbstractInterpreter[_Fact]):
 
     def _constant_of(self, atom: Any) -> _Fact:
         if isinstance(atom, equations.Literal):
-            return _constant(np.asarray(atom.val)) if is_of(atom.aval, np.number) else _NOTHING
+            return _constant(np.asarray(atom.val)) if has_dtype(atom.aval, np.number) else _NOTHING
         return self._constants.get(id(atom), _NOTHING)
 
     def eval_equation(self, equation: Any, operands: Sequence[_Fact]) -> Sequence[_Fact]:
@@ -159,7 +159,7 @@ class _Uses(AbstractInterpreter[_Fact]):
         if name in _EACH:
             return operands[: len(equation.outvars)]
         return [
-            self._result(name, equation, operands, not is_of(var.aval, np.inexact))
+            self._result(name, equation, operands, not has_dtype(var.aval, np.inexact))
             for var in equation.outvars
         ]
 
@@ -168,7 +168,7 @@ class _Uses(AbstractInterpreter[_Fact]):
     def _result(self, name: str, equation: Any, operands: Sequence[_Fact], whole: bool) -> _Fact:
         first = operands[0]
         if name in _OF_FIRST:
-            is_other = whole and (name in _SUMS or is_of(equation.invars[0].aval, np.inexact))
+            is_other = whole and (name in _SUMS or has_dtype(equation.invars[0].aval, np.inexact))
             return _NOTHING if is_other else first
         if name == 'select_n' and _limits(first) == (0, 0):
             return operands[1]
@@ -188,7 +188,7 @@ class _Uses(AbstractInterpreter[_Fact]):
         if name == 'div':
             limits = _limits(operands[1])
             return first if limits is None or limits[0] > 0 else _NOTHING
-        if name == 'lt' and not is_of(equation.invars[0].aval, np.inexact):
+        if name == 'lt' and not has_dtype(equation.invars[0].aval, np.inexact):
             # Integers that count from the end are not drawn.
             is_never = first and _limits(first) is None and _limits(operands[1]) == (0, 0)
             return _between(0, 0) if is_never else _NOTHING
@@ -233,11 +233,11 @@ class _Uses(AbstractInterpreter[_Fact]):
                 self._use('index', fact, equation, f'index in dimension {dim} of {shape}', limit)
 
     def _compared(self, name: str, equation: Any, fact: _Fact, limits: tuple[float, float] | None) -> None:
-        if limits is None or not 0 < limits[1] < _ANY or is_of(equation.invars[0].aval, np.inexact):
+        if limits is None or not 0 < limits[1] < _ANY or has_dtype(equation.invars[0].aval, np.inexact):
             return
         is_equality, most = name in ('eq', 'ne'), int(limits[1]) + 1
         if limits[0] < limits[1]:
-            need: Kind = 'index' if is_equality else 'length'
+            need: DomainKind = 'index' if is_equality else 'length'
             what = f'compared with each of {most}'
             self._use(need, _bounded(fact), equation, what, most + (not is_equality))
         elif is_equality and not shape_of(equation.outvars[0]):
@@ -249,15 +249,15 @@ class _Uses(AbstractInterpreter[_Fact]):
         self._use('fraction', [each for each in fact if each.form == 'below'], equation, what)
 
     def _use(
-        self, kind: Kind, fact: Iterable[_Source], equation: Any, what: str, limit: int | None = None
+        self, kind: DomainKind, fact: Iterable[_Source], equation: Any, what: str, limit: int | None = None
     ) -> None:
         for source in fact:
             if source.argument is not None:
                 bound = None if limit is None else int(max(1, limit - max(source.high, 0)))
-                uses = self.of_arguments[source.argument]
+                uses = self.domains_of_arguments[source.argument]
                 if kind not in uses or (bound or 0) < (uses[kind].bound or 0):
                     line = line_of(equation, self._calls[::-1])
-                    uses[kind] = Role(kind, bound, f'{what} in {line}' if line else what)
+                    uses[kind] = ValueDomain(kind, bound, f'{what} in {line}' if line else what)
 
 
 def _between(low: float, high: float) -> _Fact:
@@ -266,7 +266,7 @@ def _between(low: float, high: float) -> _Fact:
 
 
 def _constant(value: Any) -> _Fact:
-    if not is_of(value, np.number) or is_of(value, np.complexfloating) or value.size == 0:
+    if not has_dtype(value, np.number) or has_dtype(value, np.complexfloating) or value.size == 0:
         return _NOTHING
     low, high = float(np.min(value)), float(np.max(value))
     return _between(low, high) if math.isfinite(low) and math.isfinite(high) else _NOTHING

@@ -1,4 +1,4 @@
-"""What a comparison found, and how that shows itself."""
+"""The report of a verification: results that differ, and how the report renders."""
 
 from __future__ import annotations
 
@@ -32,23 +32,24 @@ from scalax.errors import plural
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A result that is not what one device computes.
+    """A result that differs from the result on one device.
 
     Attributes:
-        path: its path in what the step returns.
+        path: the leaf path of the result.
         array: its dtype and global shape.
-        spec: its sharding on the mesh; None if that is unknown.
-        error: the largest error of an element; of signed integers the sum of the errors, of keys and
-            booleans how many elements differ.
-        tolerance: how large rounding may make that: 8 times what was drawn, or 64 times where that is below a
-            ten-thousandth of the largest value; and 4 units of the dtype.
+        spec: its sharding on the mesh; None if unknown.
+        error: the largest error of an element. For signed integers, the sum of the errors; for keys and
+            booleans, the number of elements that differ.
+        tolerance: the largest error that rounding explains: 8 times the sampled errors, or 64 times if that
+            is below a ten-thousandth of the largest value; plus 4 units in the last place.
         index: the element with the largest error.
-        actual: its value on the mesh.
+        actual: the value of this element on the mesh.
         expected: its value on one device.
-        seed: the arguments that showed it first.
-        step: in which of the consecutive steps, from 1.
-        seeds: with how many sets of arguments it shows.
-        raised: what the step raised on the mesh, but not on one device; the other fields then mean nothing.
+        seed: the seed of the arguments that first showed the difference.
+        step: the consecutive step that showed it, from 1.
+        seeds: the number of seeds that show it.
+        raised: the error that the step raised on the mesh, but not on one device. The other fields are then
+            unset.
     """
 
     path: str
@@ -85,7 +86,7 @@ class FirstDifference:
     Attributes:
         primitive: the JAX primitive.
         line: the line of the user's code.
-        difference: its result on the mesh and on one device.
+        difference: the difference between its results on the mesh and on one device.
         device_dependent_ops: the operations inside a `shard_map` whose results depend on the device, with
             their lines: collectives with their mesh axes, random bits, and callbacks.
     """
@@ -97,10 +98,10 @@ class FirstDifference:
 
     def __str__(self) -> str:
         at = f' at {self.line}' if self.line else ''
-        between = ', '.join(self.device_dependent_ops) or 'no collective, such as psum'
-        holds = f' (in it: {between})' if self.primitive == 'shard_map' else ''
+        operations = ', '.join(self.device_dependent_ops) or 'no collective, such as psum'
+        inside = f' (inside: {operations})' if self.primitive == 'shard_map' else ''
         return (
-            f'{self.primitive}{at}{holds} is the first operation that differs: {self.difference.array}, '
+            f'{self.primitive}{at}{inside} is the first operation that differs: {self.difference.array}, '
             f'{self.difference}'
         )
 
@@ -125,10 +126,10 @@ class Argument:
     """The values of a leaf of the arguments.
 
     Attributes:
-        path: its path.
+        path: the leaf path.
         array: its dtype and shape.
-        values: which values it had.
-        reason: what the step does with it.
+        values: the kind of values that it had.
+        reason: the operation of the step that requires such values.
     """
 
     path: str
@@ -139,18 +140,18 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class VerificationReport(Renderable):
-    """What `MeshShardingHelper.verify` returns; ``str()`` of it is a page of text.
+    """The result of `MeshShardingHelper.verify`. ``str()`` renders it as a page of text.
 
     Attributes:
         name: the name of the step.
-        mesh: mesh axis -> size, of the mesh that it ran on.
-        differences: the results that differ, in the first of the consecutive steps that has any.
-        results: how many results a step has.
-        seeds: with how many sets of arguments it ran.
-        steps: how many consecutive steps.
+        mesh: mesh axis -> size, for the mesh that it ran on.
+        differences: the results that differ, in the first consecutive step that has differences.
+        results: the number of results of a step.
+        seeds: the number of seeds, each of which selects other arguments.
+        steps: the number of consecutive steps.
         first_difference: the first operation whose result differs, if it was found.
         why_not_localized: why it was not found.
-        ablations: what makes the differences go away.
+        ablations: whether the differences remain when the step is compiled with one change each.
         rounding_dependent: results that differed, but not after the arguments were perturbed by one unit in
             the last place: they depend on how a value is rounded, as the choice of an expert for a token may.
         nondeterministic: results that differ on one device each time the step runs, or each time it is
@@ -159,7 +160,7 @@ class VerificationReport(Renderable):
         arguments: the values of the arguments.
         downscaling: what was reduced in the user's step, and what could not be.
         jax: the version of JAX.
-        interrupted: whether Ctrl-C ended the comparison early.
+        interrupted: whether Ctrl-C ended the comparison.
         seconds: how long it took.
     """
 
@@ -183,24 +184,27 @@ class VerificationReport(Renderable):
 
     @property
     def ok(self) -> bool:
-        """Whether all results were compared, and all are what one device computes."""
+        """Whether all results were compared, and all match one device."""
         return self._is_equal and not self.interrupted
 
     @property
     def _is_equal(self) -> bool:
-        """The same of what was compared until Ctrl-C."""
-        unknown = self.nonfinite or self.nondeterministic
-        compared = self.results > 0 and self.seeds > 0
-        sought = self.first_difference is None and not self.why_not_localized
-        return compared and not self.differences and sought and not unknown
+        """Whether all results could be compared, and matched one device until Ctrl-C."""
+        any_compared = self.results > 0 and self.seeds > 0
+        any_skipped = bool(self.nonfinite or self.nondeterministic or self.why_not_localized)
+        any_difference = bool(self.differences) or self.first_difference is not None
+        return any_compared and not any_skipped and not any_difference
 
     def _title(self) -> str:
         return f'{self.name} on a mesh and on one device'
 
     def _blocks(self, title: str) -> list[Block]:
-        known = self._is_equal or self.differences or self.first_difference is not None
-        said = ('equal', 'to one device') if self._is_equal else ('differs', 'from one device')
-        value, label = said if known else ('not compared', 'with one device')
+        if self._is_equal:
+            value, label = 'equal', 'to one device'
+        elif self.differences or self.first_difference is not None:
+            value, label = 'differs', 'from one device'
+        else:
+            value, label = 'not compared', 'with one device'
         verdict = Figure(value, label, 'good' if self.ok else 'bad', True)
         return [
             Heading(title, self.mesh),
@@ -211,7 +215,7 @@ class VerificationReport(Renderable):
             Section(
                 'Sizes',
                 [Lines([*self.downscaling])] if self.downscaling else [],
-                'What was reduced, or could not be',
+                'Sizes that were reduced, and what could not be preserved',
             ),
             Section(
                 '', [Collapsible('Values of the arguments', [_arguments(self)])] if self.arguments else []
@@ -219,81 +223,79 @@ class VerificationReport(Renderable):
         ]
 
     def _head(self) -> Iterator[str]:
-        runs = f'{plural(self.steps, "step")} in a row, {plural(self.seeds, "seed")}'
-        wrong = sum(not each.raised for each in self.differences)
+        runs = f'{plural(self.steps, "consecutive step")}, {plural(self.seeds, "seed")}'
+        num_different = sum(not difference.raised for difference in self.differences)
         if self._is_equal:
-            said = f'computes what one device computes: {plural(self.results, "result")}, {runs}'
+            verdict = f'matches one device: {plural(self.results, "result")}, {runs}'
         elif self.differences or self.first_difference:
-            count = f'{wrong} of {plural(self.results, "result")}, ' if wrong else ''
-            said = f'does not compute what one device computes: {count}{runs}'
+            count = f'{num_different} of {plural(self.results, "result")}, ' if num_different else ''
+            verdict = f'does not match one device: {count}{runs}'
         else:
-            known = self.results - len(self.nonfinite) - len(self.nondeterministic)
-            others = 'the others' if known < self.results else 'intermediate values'
-            part = f' in {known} of {plural(self.results, "result")}; {others} were not compared'
-            said = f'computes what one device computes{part}' if known and self.seeds else 'was not compared'
-            said = f'{said}: {runs}'
-        yield f'{self.name} on {axis_sizes_text(self.mesh)} {said}'
-        yield from (str(each) for each in self.differences if each.raised)
+            num_compared = self.results - len(self.nonfinite) - len(self.nondeterministic)
+            skipped = 'the others' if num_compared < self.results else 'intermediate values'
+            verdict = 'was not compared'
+            if num_compared and self.seeds:
+                of = f'{num_compared} of {plural(self.results, "result")}'
+                verdict = f'matches one device in {of}; {skipped} were not compared'
+            verdict = f'{verdict}: {runs}'
+        yield f'{self.name} on {axis_sizes_text(self.mesh)} {verdict}'
+        yield from (str(difference) for difference in self.differences if difference.raised)
         if not self.results:
             yield 'it returns no arrays: there is nothing to compare'
-        for what, paths in (
+        for reason, paths in (
             ('not deterministic on one device', self.nondeterministic),
             ('not finite on one device', self.nonfinite),
-            ('depend on how a value is rounded, and were not counted', self.rounding_dependent),
+            ('depend on how a value is rounded, and do not count', self.rounding_dependent),
         ):
             if paths:
-                yield f'{what}: {", ".join(path or "the result" for path in paths)}'
+                yield f'{reason}: {", ".join(path or "the result" for path in paths)}'
         if self.interrupted:
             yield 'stopped early'
 
     def _where(self) -> Iterator[str]:
         if self.first_difference is not None:
-            within = '' if self.differences else 'the results are equal, but intermediate values are not: '
-            yield f'{within}{self.first_difference}'
+            prefix = '' if self.differences else 'the results are equal, but intermediate values are not: '
+            yield f'{prefix}{self.first_difference}'
         elif self.why_not_localized and not self.differences:
             yield f'intermediate values were not compared: {self.why_not_localized}'
         elif self.why_not_localized:
             yield f'the first operation that differs is unknown: {self.why_not_localized}'
-        for still_differs, said in (
-            (False, 'the difference is gone'),
-            (True, 'the difference is still there'),
-        ):
+        for outcome, still_differs in (('disappears', False), ('remains', True)):
             changes = [
                 ablation.change for ablation in self.ablations if ablation.still_differs is still_differs
             ]
             if changes:
-                yield f'{said} {"; ".join(changes)}'
+                yield f'the difference {outcome} {"; ".join(changes)}'
         for ablation in self.ablations:
             if ablation.still_differs is None:
                 yield f'not compared {ablation.change}: {ablation.error}'
 
     def to_dict(self) -> dict[str, Any]:
-        """The result in plain Python values, ready for ``json.dumps``."""
-        text = json.dumps(serialization.to_plain(vars(self)), default=str)
-        # Numbers that JSON does not have are text.
-        return {**json.loads(text, parse_constant=lambda name: str(float(name))), 'ok': self.ok}
+        """Returns the report in plain Python values, ready for ``json.dumps``."""
+        json_text = json.dumps(serialization.to_plain(vars(self)), default=str)
+        # JSON has no infinity and no NaN: they become text.
+        return {**json.loads(json_text, parse_constant=lambda name: str(float(name))), 'ok': self.ok}
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error, which may be long."""
+    """Returns the first line of an error, shortened."""
     return textwrap.shorten(f'{type(error).__name__}: {error}'.splitlines()[0], 200, placeholder=' ...')
 
 
-def _differences(verified: VerificationReport) -> Table:
+def _differences(report: VerificationReport) -> Table:
     columns = (
         *(Column('result', 'lead'), Column('array', 'code'), Column('spec', 'code')),
         *(Column('mesh', 'number'), Column('one device', 'number')),
         *(Column('error', 'number'), Column('rounding', 'number'), Column('seeds', 'number')),
     )
     rows: list[Row] = []
-    for each in verified.differences:
-        if not each.raised:
-            spec = '' if each.spec is None else text(each.spec)
-            values = Cell(_short(each.actual, 6)), Cell(_short(each.expected, 6))
-            sizes = Cell(_short(each.error), each.error), Cell(_short(each.tolerance), each.tolerance)
-            rows.append(
-                [each.location, each.array, spec, *values, *sizes, Cell(f'{each.seeds} of {verified.seeds}')]
-            )
+    for difference in report.differences:
+        if not difference.raised:
+            spec = '' if difference.spec is None else text(difference.spec)
+            values = Cell(_short(difference.actual, 6)), Cell(_short(difference.expected, 6))
+            errors = [Cell(_short(error), error) for error in (difference.error, difference.tolerance)]
+            seeds = Cell(f'{difference.seeds} of {report.seeds}')
+            rows.append([difference.location, difference.array, spec, *values, *errors, seeds])
     return Table(columns, rows, max_text_rows=10)
 
 
@@ -301,9 +303,9 @@ def _short(value: Any, digits: int = 3) -> str:
     return f'{value:.{digits}g}' if isinstance(value, float | complex) else str(value)
 
 
-def _arguments(verified: VerificationReport) -> Table:
-    columns = Column('argument', 'lead'), Column('array', 'code'), Column('values'), Column('because', 'wide')
-    leaves = sorted(verified.arguments, key=lambda leaf: not leaf.reason)  # plain numbers last
+def _arguments(report: VerificationReport) -> Table:
+    columns = Column('argument', 'lead'), Column('array', 'code'), Column('values'), Column('reason', 'wide')
+    leaves = sorted(report.arguments, key=lambda leaf: not leaf.reason)  # those without a reason last
     folds = fold((leaf.path, (leaf.array, leaf.values, leaf.reason)) for leaf in leaves)
     rows = [(item, leaves[item.first]) for item in folds]
     return Table(

@@ -1,4 +1,4 @@
-"""Verifies a step: makes it small if its mesh is not here, compares it, and looks for what is wrong."""
+"""Verification of a step: runs it on its mesh and on one device, and localizes differences."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from scalax._jax.equations import all_equations
 from scalax._jax.tracing import is_abstract
 from scalax._verification.ablations import run_ablations
 from scalax._verification.compare import Comparison
-from scalax._verification.downscale.downscale import Reduced, reduced
+from scalax._verification.downscale.downscale import DownscaledStep, downscale
+from scalax._verification.downscale.shrink import StepAndArgs
 from scalax._verification.localize import first_difference
-from scalax._verification.reference import OneDevice, Step, on_one_device
+from scalax._verification.reference import SingleDeviceReference, StepCall, single_device_helper
 from scalax._verification.report import Ablation, Argument, FirstDifference, VerificationReport
 from scalax.errors import ArgumentError
 
-_MOST_DRAWN = 2**24  # elements of arguments: a step with more of them is made small
+_MAX_SAMPLED = 2**24  # elements of the arguments; a step with more is downscaled
 _log = logging.getLogger('scalax.verify')
 
 
@@ -46,13 +47,13 @@ def verify(
 
     Args:
         helper: the helper of the mesh.
-        function: the step; or, without arguments, what makes a step and its arguments for a helper.
-        args: its arguments.
+        function: the step; or, without arguments, a function that makes a step and its arguments.
+        args: the positional arguments of the step.
         kwargs: its keyword arguments.
-        seeds: with how many sets of arguments it runs.
-        steps: how many steps run in a row.
-        config: what *function* takes besides the helper.
-        inside: whether intermediate values are compared as well, if the results are equal.
+        seeds: the number of sets of arguments.
+        steps: the number of consecutive steps.
+        config: the second argument of *function*, if that makes the step.
+        inside: whether to compare intermediate values, if the results are equal.
     """
     start = time.monotonic()
     if not callable(function):
@@ -62,72 +63,86 @@ def verify(
     for name, value in (('seeds', seeds), ('steps', steps)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ArgumentError(f'verify: {name} has to be a positive integer, got {value!r}')
-    with progress(f'verifying {name_of(function)}', _log) as note:
-        step, alone, said = _sides(helper, function, args, kwargs, config, note)
-        found = Comparison(step, OneDevice(step, alone))
-        done, tried, uncertain = 0, list[Ablation](), frozenset[int]()
+    with progress(f'verifying {name_of(function)}', _log) as update_progress:
+        step, single_device_step, downscaling = _prepare(
+            helper, function, args, kwargs, config, update_progress
+        )
+        comparison = Comparison(step, SingleDeviceReference(step, single_device_step))
+        seeds_done, ablations, nondeterministic = 0, list[Ablation](), frozenset[int]()
         first: FirstDifference | str | None = None
         interrupted = False
         try:
             for seed in range(seeds):
-                found.run(seed, steps, note)
-                done += 1
-            if inside and not found.differences:
-                note('comparing intermediate values')
-                first = first_difference(found, 0)
-            if found.differences:
-                shown = min(found.differences.values(), key=lambda each: each.step)
-                uncertain = found.differing_on_one_device(OneDevice(step, alone), shown.seed)
-            elif any(each.primitive.name == 'pure_callback' for each in all_equations(found.one.jaxpr)):
-                # What is another value each time is no error of rounding, and would explain all others.
-                uncertain = found.differing_on_one_device(found.one, 0)
-            if found.differences.keys() - uncertain:
-                note('looking for the first operation that differs')
-                first = f'the results of the first step are equal, those of step {shown.step} are not'
-                if shown.step == 1:
-                    nothing = 'the intermediate values that were compared are equal'
-                    first = first_difference(found, shown.seed) or nothing
-                for ablation in run_ablations(found, shown.seed, shown.step, note):
-                    tried.append(ablation)
+                comparison.run(seed, steps, update_progress)
+                seeds_done += 1
+            if inside and not comparison.differences:
+                update_progress('comparing intermediate values')
+                first = first_difference(comparison, 0)
+            if comparison.differences:
+                earliest = min(comparison.differences.values(), key=lambda difference: difference.step)
+                retraced = SingleDeviceReference(step, single_device_step)
+                nondeterministic = comparison.nondeterministic_results(retraced, earliest.seed)
+            elif _has_callbacks(comparison.reference.jaxpr):
+                # A callback that returns another value each time would look like a large rounding error,
+                # which explains any difference.
+                nondeterministic = comparison.nondeterministic_results(comparison.reference, 0)
+            if comparison.differences.keys() - nondeterministic:
+                update_progress('localizing the first operation that differs')
+                first = f'the results of the first step are equal, those of step {earliest.step} are not'
+                if earliest.step == 1:
+                    all_equal = 'the intermediate values that were compared are equal'
+                    first = first_difference(comparison, earliest.seed) or all_equal
+                for ablation in run_ablations(comparison, earliest.seed, earliest.step, update_progress):
+                    ablations.append(ablation)
         except KeyboardInterrupt:
             interrupted = True
-    differences = sorted(found.differences.items(), key=lambda each: each[1].step)
+    paths = comparison.paths
+    differences = sorted(comparison.differences.items(), key=lambda item: item[1].step)
     return VerificationReport(
         name=step.name,
         mesh=dict(step.helper.mesh.shape),
-        differences=tuple(each for leaf, each in differences if leaf not in uncertain),
-        nondeterministic=tuple(found.paths[leaf] for leaf in sorted(uncertain)),
-        results=len(found.paths),
-        seeds=done,
-        steps=steps if found.repeats else 1,
+        differences=tuple(difference for i, difference in differences if i not in nondeterministic),
+        nondeterministic=tuple(paths[i] for i in sorted(nondeterministic)),
+        results=len(paths),
+        seeds=seeds_done,
+        steps=steps if comparison.repeats else 1,
         first_difference=first if isinstance(first, FirstDifference) else None,
         why_not_localized=first if isinstance(first, str) else '',
-        ablations=tuple(tried),
-        rounding_dependent=tuple(found.paths[leaf] for leaf in sorted(found.rounding_dependent)),
-        nonfinite=tuple(path for leaf, path in enumerate(found.paths) if done and leaf not in found.finite),
-        arguments=tuple(_arguments(found)),
-        downscaling=said,
+        ablations=tuple(ablations),
+        rounding_dependent=tuple(paths[i] for i in sorted(comparison.rounding_dependent)),
+        nonfinite=tuple(path for i, path in enumerate(paths) if seeds_done and i not in comparison.finite),
+        arguments=tuple(_arguments(comparison)),
+        downscaling=downscaling,
         jax=jax.__version__,
         interrupted=interrupted,
         seconds=time.monotonic() - start,
     )
 
 
-def _sides(
+def _has_callbacks(jaxpr: Any) -> bool:
+    return any(equation.primitive.name == 'pure_callback' for equation in all_equations(jaxpr))
+
+
+def _prepare(
     helper: Any,
     function: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     config: Any,
-    note: UpdateProgress,
-) -> tuple[Step, Step | None, tuple[str, ...]]:
-    """The step on its mesh, the same on one device if it is made for any helper, and what is smaller."""
-    makes = not args and not kwargs
-    if makes and hasattr(function, 'trace'):
+    update_progress: UpdateProgress,
+) -> tuple[StepCall, StepCall | None, tuple[str, ...]]:
+    """Makes the step to run, downscaled if necessary.
+
+    Returns:
+        The step on its mesh; the step on one device, if *function* makes the step for a helper; and lines
+        about the downscaling.
+    """
+    makes_step = not args and not kwargs
+    if makes_step and hasattr(function, 'trace'):
         raise ArgumentError(
             f'verify got no arguments for {name_of(function)}: pass arrays or ShapeDtypeStructs'
         )
-    if config is not None and not makes:
+    if config is not None and not makes_step:
         raise ArgumentError(
             'config is only for a function that makes the step: pass that function without arguments'
         )
@@ -142,40 +157,42 @@ def _sides(
             'the devices of one host, or on simulated ones'
         )
 
-    def make(own: Any, given: Any) -> tuple[Any, tuple[Any, ...]]:
-        if makes:
-            return _made(function, own, given)
-        return function if own is helper else with_options(function, own), tuple(args)
+    def make(step_helper: Any, step_config: Any) -> StepAndArgs:
+        if makes_step:
+            return _call_make_step(function, step_helper, step_config)
+        return function if step_helper is helper else with_options(function, step_helper), tuple(args)
 
-    said: tuple[str, ...] = ()
-    (step, own), over = make(helper, config), helper
-    if not has_devices(helper.mesh) or _drawn((own, kwargs)) > _MOST_DRAWN:
-        if kwargs or not (makes or isinstance(function, SjitFunction)):
+    downscaling: tuple[str, ...] = ()
+    (step, step_args), step_helper = make(helper, config), helper
+    if not has_devices(helper.mesh) or _num_sampled((step_args, kwargs)) > _MAX_SAMPLED:
+        if kwargs or not (makes_step or isinstance(function, SjitFunction)):
             raise ArgumentError(
-                f'{name_of(function)} has to be reduced, because the devices of its mesh are not here, or '
-                'its arguments are large. That needs a function made by sjit with positional arguments, or a '
-                'function that makes the step for any helper'
+                f'{name_of(function)} has to be downscaled, because the devices of its mesh are not '
+                'attached, or its arguments are large. This needs a function made by sjit with positional '
+                'arguments, or a function that makes the step for any helper'
             )
-        note('reducing its sizes')
-        small = reduced(make, config, helper, jax.local_devices())
-        over, step, own, config = small.helper, small.step, small.args, small.config
-        said = tuple(_said(small, dict(helper.mesh.shape)))
-    one = on_one_device(over)
-    alone = Step(one, make(one, config)[0], own, {}) if makes else None
-    return Step(over, step, own, kwargs), alone, said
+        update_progress('downscaling the step')
+        small = downscale(make, config, helper, jax.local_devices())
+        step_helper, step, step_args, config = small.helper, small.step, small.args, small.config
+        downscaling = tuple(_downscaling_lines(small, dict(helper.mesh.shape)))
+    single_device_step = None
+    if makes_step:
+        one_device = single_device_helper(step_helper)
+        single_device_step = StepCall(one_device, make(one_device, config)[0], step_args, {})
+    return StepCall(step_helper, step, step_args, kwargs), single_device_step, downscaling
 
 
-def _drawn(tree: Any) -> int:
-    """How many elements have to be drawn."""
+def _num_sampled(tree: Any) -> int:
+    """Returns the number of elements whose values have to be sampled."""
     structs = [leaf for leaf in jax.tree.leaves(tree) if is_abstract(leaf)]
     return sum(math.prod(leaf.shape) for leaf in structs)
 
 
-def _made(function: Any, helper: Any, config: Any) -> tuple[Any, tuple[Any, ...]]:
-    """What the user's function makes for a helper."""
+def _call_make_step(function: Any, helper: Any, config: Any) -> StepAndArgs:
+    """Calls the user's function that makes a step, and checks its result."""
     values = (helper,) if config is None else (helper, config)
-    needed = 'a helper' if config is None else 'a helper and a configuration'
-    called = f'{name_of(function)} is called with {needed}, because verify got no arguments for it'
+    parameters = 'a helper' if config is None else 'a helper and a configuration'
+    called = f'{name_of(function)} is called with {parameters}, because verify got no arguments for it'
     try:
         inspect.signature(function).bind(*values)
     except TypeError as error:
@@ -183,34 +200,35 @@ def _made(function: Any, helper: Any, config: Any) -> tuple[Any, tuple[Any, ...]
             f'{called}, and it does not take them ({error}): pass the arguments of a step, or a function '
             'that makes the step for a helper'
         ) from None
-    except ValueError:  # of functions in C, whose signature is unknown
+    except ValueError:  # a C function without a signature
         pass
-    made = function(*values)
-    if not isinstance(made, tuple | list) or len(made) != 2 or not isinstance(made[1], tuple | list):
+    result = function(*values)
+    if not isinstance(result, tuple | list) or len(result) != 2 or not isinstance(result[1], tuple | list):
         raise ArgumentError(
-            f'{called}: it has to return the step and the tuple of its arguments, got {_kind(made)}'
+            f'{called}: it has to return the step and the tuple of its arguments, got {_type_text(result)}'
         )
-    return made[0], tuple(made[1])
+    return result[0], tuple(result[1])
 
 
-def _kind(made: Any) -> str:
-    kind = type(made).__name__
-    return f'a {kind} of {", ".join(type(each).__name__ for each in made)}' if kind == 'tuple' else kind
+def _type_text(value: Any) -> str:
+    name = type(value).__name__
+    return f'a {name} of {", ".join(type(item).__name__ for item in value)}' if name == 'tuple' else name
 
 
-def _said(small: Reduced, wanted: Mapping[str, int]) -> Iterator[str]:
-    """What was made smaller, and what could not be."""
-    if (shape := small.helper.mesh.shape) != wanted:
-        yield f'mesh ({axis_sizes_text(wanted)}) -> ({axis_sizes_text(shape)})'
+def _downscaling_lines(small: DownscaledStep, full_shape: Mapping[str, int]) -> Iterator[str]:
+    """Yields lines about the sizes that were reduced, and about differences between the two programs."""
+    if (shape := small.helper.mesh.shape) != full_shape:
+        yield f'mesh ({axis_sizes_text(full_shape)}) -> ({axis_sizes_text(shape)})'
     if small.sizes:
         pairs = small.sizes.items()
         yield ', '.join(f'{name or "config"} {before} -> {after}' for name, (before, after) in pairs)
-    yield from small.said
+    yield from small.caveats
 
 
-def _arguments(found: Comparison) -> Iterator[Argument]:
-    pairs = zip(found.step.paths, found.step.leaves, found.roles, strict=True)
-    for path, leaf, role in pairs:
-        below = '' if role.bound is None else f' below {role.bound}'
-        own = '' if is_abstract(leaf) else 'yours, then similar ones: '
-        yield Argument(path, array_text(str(leaf.dtype), leaf.shape), f'{own}{role.kind}{below}', role.reason)
+def _arguments(comparison: Comparison) -> Iterator[Argument]:
+    step = comparison.step
+    for path, leaf, domain in zip(step.paths, step.leaves, comparison.domains, strict=True):
+        below = '' if domain.bound is None else f' below {domain.bound}'
+        prefix = '' if is_abstract(leaf) else 'yours, then similar ones: '
+        array = array_text(str(leaf.dtype), leaf.shape)
+        yield Argument(path, array, f'{prefix}{domain.kind}{below}', domain.reason)

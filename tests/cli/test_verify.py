@@ -74,7 +74,7 @@ def test_a_step_that_is_right(job, capsys, tmp_path):
     page = tmp_path / 'page.html'
     code, out, err = here(capsys, f'{job}:make_step', *ON, '--html', page)
     assert code == 0 and 'a line of the file\n' in err
-    said = 'step on fsdp=4, tp=2 computes what one device computes: 2 results, 1 step in a row, 1 seed'
+    said = 'step on fsdp=4, tp=2 matches one device: 2 results, 1 consecutive step, 1 seed'
     assert out.splitlines()[0] == said
     assert '<title>step on a mesh and on one device</title>' in page.read_text()
 
@@ -194,7 +194,5 @@ def test_ctrl_c_leaves_what_was_compared(job, capsys, monkeypatch):
     code, out, _ = here(capsys, f'{job}:make_wrong', '--mesh', 'fsdp=4,tp=2', '--seeds', 5)
     assert code == 130
     lines = out.splitlines()
-    assert lines[0].endswith(
-        'does not compute what one device computes: 1 of 2 results, 1 step in a row, 2 seeds'
-    )
+    assert lines[0].endswith('does not match one device: 1 of 2 results, 1 consecutive step, 2 seeds')
     assert lines[1] == 'stopped early'

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax._verification.tolerance import Error, error_of, error_of_blocks, explained
+from scalax._verification.tolerance import ErrorStats, error_stats, error_stats_of_shards, tolerance_for
 
 
 def test_the_largest_error_and_the_mean():
-    found = error_of(np.asarray([[1.0, 2.0], [3.0, 7.0]]), np.asarray([[1.0, 2.0], [3.0, 4.0]]))
+    found = error_stats(np.asarray([[1.0, 2.0], [3.0, 7.0]]), np.asarray([[1.0, 2.0], [3.0, 4.0]]))
     assert (found.largest, found.index, found.actual, found.expected) == (3.0, (1, 1), 7.0, 4.0)
     assert found.mean == 1.5
 
@@ -19,48 +19,48 @@ def test_the_largest_error_and_the_mean():
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite(value):
     same = np.asarray([1.0, value])
-    assert error_of(same, same.copy()) == Error()
-    assert error_of(np.asarray([1.0, 2.0]), same).largest == math.inf
-    assert error_of(same, np.asarray([1.0, 2.0])).largest == math.inf
+    assert error_stats(same, same.copy()) == ErrorStats()
+    assert error_stats(np.asarray([1.0, 2.0]), same).largest == math.inf
+    assert error_stats(same, np.asarray([1.0, 2.0])).largest == math.inf
 
 
 def test_scalars_and_nothing():
-    assert error_of(np.float32(2), np.float32(1.5)).largest == 0.5
-    assert error_of(np.zeros((0, 3)), np.zeros((0, 3))) == Error()
+    assert error_stats(np.float32(2), np.float32(1.5)).largest == 0.5
+    assert error_stats(np.zeros((0, 3)), np.zeros((0, 3))) == ErrorStats()
 
 
 def test_integers_are_counted():
-    found = error_of(np.asarray([1, 2, 3, 4]), np.asarray([1, 2, 4, 5]))
+    found = error_stats(np.asarray([1, 2, 3, 4]), np.asarray([1, 2, 4, 5]))
     assert (found.largest, found.mean, found.index) == (2.0, 0.5, (2,))
-    assert explained(Error(), np.asarray([1, 2]), rounded=False).covers(Error())
-    assert not explained(Error(), np.asarray([1, 2]), rounded=False).covers(Error(1.0, 0.5))
-    assert explained(Error(), np.asarray([1, 2]), rounded=True).covers(Error(1.0, 0.5))
-    assert not explained(Error(), np.asarray([1, 2]), rounded=True).covers(Error(2.0, 1.0))
+    assert tolerance_for(ErrorStats(), np.asarray([1, 2]), is_rounded=False).covers(ErrorStats())
+    assert not tolerance_for(ErrorStats(), np.asarray([1, 2]), is_rounded=False).covers(ErrorStats(1.0, 0.5))
+    assert tolerance_for(ErrorStats(), np.asarray([1, 2]), is_rounded=True).covers(ErrorStats(1.0, 0.5))
+    assert not tolerance_for(ErrorStats(), np.asarray([1, 2]), is_rounded=True).covers(ErrorStats(2.0, 1.0))
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16', 'complex64', 'float64'])
 def test_a_few_units_are_always_explained(dtype):
     value = np.asarray(jnp.asarray([3.0, -1.0])).astype(dtype)
     unit = float(jnp.finfo(value.dtype).eps)
-    limit = explained(Error(), value, rounded=True)
-    assert limit.covers(error_of((value * (1 + 0.9 * unit)).astype(dtype), value))
-    assert not limit.covers(Error(20 * unit, unit))
+    limit = tolerance_for(ErrorStats(), value, is_rounded=True)
+    assert limit.covers(error_stats((value * (1 + 0.9 * unit)).astype(dtype), value))
+    assert not limit.covers(ErrorStats(20 * unit, unit))
 
 
 def test_many_small_errors_are_seen_beside_a_large_one_that_was_drawn(rng):
     value = rng.normal(size=1000)
     drawn = np.zeros(1000)
     drawn[3] = 0.5  # a row that goes to another expert
-    limit = explained(error_of(value + drawn, value), value, rounded=True)
-    assert limit.covers(error_of(value + np.roll(drawn, 5), value))
-    assert not limit.covers(error_of(value * 1.3, value))
+    limit = tolerance_for(error_stats(value + drawn, value), value, is_rounded=True)
+    assert limit.covers(error_stats(value + np.roll(drawn, 5), value))
+    assert not limit.covers(error_stats(value * 1.3, value))
 
 
 def test_squares_of_what_is_nothing_but_rounding(rng):
     noise, other = rng.normal(size=(2, 8)) * 1e-8
-    limit = explained(error_of(other**2, noise**2), noise**2, rounded=True)
-    assert limit.covers(error_of((4 * other) ** 2, noise**2))
-    assert not limit.covers(error_of(noise**2 + 1, noise**2))
+    limit = tolerance_for(error_stats(other**2, noise**2), noise**2, is_rounded=True)
+    assert limit.covers(error_stats((4 * other) ** 2, noise**2))
+    assert not limit.covers(error_stats(noise**2 + 1, noise**2))
 
 
 def test_each_copy_of_a_block_counts():
@@ -72,23 +72,23 @@ def test_each_copy_of_a_block_counts():
         (low, value[:4]),
         (high, value[4:] + np.asarray([0, 0, 5, 0])),
     ]
-    found = error_of_blocks(blocks, value)
+    found = error_stats_of_shards(blocks, value)
     assert (found.largest, found.index, found.expected) == (5.0, (6,), 6.0)
     assert found.mean == pytest.approx(math.sqrt(25 / 8))
-    assert error_of_blocks(blocks[:3], value) == Error()
+    assert error_stats_of_shards(blocks[:3], value) == ErrorStats()
 
 
 def test_blocks_of_integers_are_counted():
     value = np.arange(8)
     blocks = [((slice(0, 4),), value[:4]), ((slice(4, 8),), value[4:] + 1), ((slice(0, 4),), value[:4] - 1)]
-    found = error_of_blocks(blocks, value)
+    found = error_stats_of_shards(blocks, value)
     assert (found.largest, found.mean) == (8.0, 1.0)
 
 
 def test_blocks_of_scalars_and_of_devices():
-    assert error_of_blocks([((), np.float32(1)), ((), np.float32(3))], np.asarray(1.0)).largest == 2.0
+    assert error_stats_of_shards([((), np.float32(1)), ((), np.float32(3))], np.asarray(1.0)).largest == 2.0
     x = jax.device_put(np.arange(8.0), jax.NamedSharding(jax.make_mesh((8,), ('x',)), jax.P('x')))
     assert (
-        error_of_blocks([(s.index, np.asarray(s.data)) for s in x.addressable_shards], np.arange(8.0))
-        == Error()
+        error_stats_of_shards([(s.index, np.asarray(s.data)) for s in x.addressable_shards], np.arange(8.0))
+        == ErrorStats()
     )

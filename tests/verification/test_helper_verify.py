@@ -40,9 +40,9 @@ def jitted_elsewhere(kwargs=False):
 
 
 NOT_REDUCED = (
-    'double has to be reduced, because the devices of its mesh are not here, or its arguments are large. '
-    'That needs a function made by sjit with positional arguments, or a function that makes the step for '
-    'any helper'
+    'double has to be downscaled, because the devices of its mesh are not attached, or its arguments are '
+    'large. This needs a function made by sjit with positional arguments, or a function that makes the step '
+    'for any helper'
 )
 
 
@@ -145,9 +145,7 @@ def test_the_assertion_is_the_report(helper):
     with pytest.raises(AssertionError) as caught:
         assert_equal_to_one_device(step, X, seeds=1, steps=1)
     lines = str(caught.value).splitlines()
-    assert lines[0].endswith(
-        'does not compute what one device computes: 1 of 1 result, 1 step in a row, 1 seed'
-    )
+    assert lines[0].endswith('does not match one device: 1 of 1 result, 1 consecutive step, 1 seed')
     assert any(line.startswith('shard_map at test_helper_verify.py:') for line in lines)
 
 
@@ -197,14 +195,14 @@ def test_values_are_shown_with_the_digits_that_differ():
     [
         (
             {'nonfinite': ('loss',), 'nondeterministic': ('time',), 'seeds': 2},
-            'computes what one device computes in 1 of 3 results; the others were not compared: 0 steps in a '
-            'row, 2 seeds',
+            'matches one device in 1 of 3 results; the others were not compared: 0 '
+            'consecutive steps, 2 seeds',
         ),
         (
             {'nonfinite': ('a', 'b', 'c'), 'seeds': 1},
-            'was not compared: 0 steps in a row, 1 seed',
+            'was not compared: 0 consecutive steps, 1 seed',
         ),
-        ({'interrupted': True}, 'was not compared: 0 steps in a row, 0 seeds'),
+        ({'interrupted': True}, 'was not compared: 0 consecutive steps, 0 seeds'),
     ],
 )
 def test_what_was_not_compared_is_not_said_to_be_equal(found, said):

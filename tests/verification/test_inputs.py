@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.unchanged.catalogue import all_models
 from benchmarks.unchanged.measure import arguments, training_step
-from scalax._verification.input_domains import Role
-from scalax._verification.sample_inputs import drawn, roles_of, varied
+from scalax._verification.input_domains import ValueDomain
+from scalax._verification.sample_inputs import domains_of, resample, sample
 
 MODELS = {model.name: model for model in all_models('small')}
 # Half the time of compiling.
@@ -26,11 +26,11 @@ def whole(*shape: int) -> jax.ShapeDtypeStruct:
     return array(*shape, dtype='int32')
 
 
-def roles(function: Any, *args: Any) -> list[Role]:
-    return roles_of(jax.make_jaxpr(function)(*args))
+def roles(function: Any, *args: Any) -> list[ValueDomain]:
+    return domains_of(jax.make_jaxpr(function)(*args))
 
 
-def said(role: Role) -> tuple[Any, ...]:
+def said(role: ValueDomain) -> tuple[Any, ...]:
     return (role.kind,) if role.bound is None else (role.kind, role.bound)
 
 
@@ -197,7 +197,7 @@ def test_variances_of_optimizers(optimizer: Any, positive: str) -> None:
     kinds = {jax.tree_util.keystr(path): role.kind for (path, _), role in zip(leaves, found, strict=True)}
     assert {kind for path, kind in kinds.items() if f'.{positive}' in path} == {'positive'}
     for seed in range(3):
-        values = jax.tree.unflatten(structure, drawn([leaf for _, leaf in leaves], found, seed))
+        values = jax.tree.unflatten(structure, sample([leaf for _, leaf in leaves], found, seed))
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(optimizer.update(*values)))
 
 
@@ -212,8 +212,14 @@ KINDS = [
 @pytest.mark.parametrize('dtype', KINDS)
 def test_values_differ_along_each_dimension(dtype: str) -> None:
     aval = array(12, 16, dtype=dtype)
-    role = Role('mask') if dtype == 'bool' else Role('index', 1000) if 'int' in dtype else Role('number')
-    [found], [again], [other] = (drawn([aval], [role], seed) for seed in (1, 1, 2))
+    role = (
+        ValueDomain('mask')
+        if dtype == 'bool'
+        else ValueDomain('index', 1000)
+        if 'int' in dtype
+        else ValueDomain('number')
+    )
+    [found], [again], [other] = (sample([aval], [role], seed) for seed in (1, 1, 2))
     assert (found.shape, found.dtype) == (aval.shape, aval.dtype)
     wide, rest = found.astype('complex64'), other.astype('complex64')
     np.testing.assert_array_equal(wide, again.astype('complex64'))
@@ -223,7 +229,7 @@ def test_values_differ_along_each_dimension(dtype: str) -> None:
 
 
 def test_leaves_differ() -> None:
-    one, other = drawn([TABLE, TABLE], [Role('number'), Role('number')], 0)
+    one, other = sample([TABLE, TABLE], [ValueDomain('number'), ValueDomain('number')], 0)
     assert (one != other).any()
 
 
@@ -231,7 +237,7 @@ def test_values_are_in_their_roles() -> None:
     shape = (50, 40)
 
     def values(kind: Any, bound: int | None = None, dtype: str = 'int32') -> np.ndarray:
-        [found] = drawn([array(*shape, dtype=dtype)], [Role(kind, bound)], 0)
+        [found] = sample([array(*shape, dtype=dtype)], [ValueDomain(kind, bound)], 0)
         return found
 
     assert {*values('index', 3).flat} == {0, 1, 2}
@@ -245,7 +251,7 @@ def test_values_are_in_their_roles() -> None:
     mask = values('mask', None, 'bool')
     assert mask.any(-1).all()
     assert not mask.all()
-    [count] = drawn([whole()], [Role('count', 100)], 0)
+    [count] = sample([whole()], [ValueDomain('count', 100)], 0)
     assert 3 <= count < 100
 
 
@@ -253,7 +259,7 @@ def test_values_are_in_their_roles() -> None:
 @pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])
 def test_keys_are_of_their_generator(impl: str) -> None:
     keys = jax.random.split(jax.random.key(0, impl=impl), 3)
-    [found] = drawn([jax.ShapeDtypeStruct(keys.shape, keys.dtype)], [Role('key')], 0)
+    [found] = sample([jax.ShapeDtypeStruct(keys.shape, keys.dtype)], [ValueDomain('key')], 0)
     assert (found.shape, found.dtype) == (keys.shape, keys.dtype)
     assert len({*map(float, jax.vmap(jax.random.uniform)(found))}) == 3
 
@@ -271,9 +277,9 @@ def test_arrays_of_users_as_they_are_and_varied(rng: np.random.Generator) -> Non
         np.array([1, 2], 'uint32'),
     ]
     kinds = 'number', 'index', 'mask', 'positive', 'key', 'index', 'fraction', 'count', 'key'
-    given = [*map(Role, kinds)]
-    assert all(one is other for one, other in zip(varied(leaves, given, 0), leaves, strict=True))
-    numbers, index, mask, zeros, key, in_order, fractions, count, raw = varied(leaves, given, 1)
+    given = [*map(ValueDomain, kinds)]
+    assert all(one is other for one, other in zip(resample(leaves, given, 0), leaves, strict=True))
+    numbers, index, mask, zeros, key, in_order, fractions, count, raw = resample(leaves, given, 1)
     assert (np.sign(numbers) == np.sign(leaves[0])).all()
     assert (numbers != leaves[0]).all()
     np.testing.assert_allclose(numbers / leaves[0], 1, atol=0.2501)
@@ -292,9 +298,11 @@ def test_arrays_of_users_as_they_are_and_varied(rng: np.random.Generator) -> Non
 
 def test_numbers_of_python_stay_such() -> None:
     avals = jax.make_jaxpr(lambda rate, count, x: rate * count * x)(1.0, 2, TABLE).in_avals
-    rate, count, x = drawn(avals, [Role('number'), Role('count', 100), Role('number')], 0)
+    rate, count, x = sample(
+        avals, [ValueDomain('number'), ValueDomain('count', 100), ValueDomain('number')], 0
+    )
     assert [type(value) for value in (rate, count, x)] == [float, int, np.ndarray]
-    assert varied([rate, count], [Role('number'), Role('count')], 1) == [rate, count]
+    assert resample([rate, count], [ValueDomain('number'), ValueDomain('count')], 1) == [rate, count]
 
 
 # --- Models ----------------------------------------------------------------------------------------
@@ -313,7 +321,7 @@ INTEGERS = {
 }
 
 
-def of_model(name: str) -> tuple[Any, Any, list[Role]]:
+def of_model(name: str) -> tuple[Any, Any, list[ValueDomain]]:
     """The step of a model, its arguments, and their roles."""
     model = MODELS[name]
     step, args = training_step(model, model.loss), arguments(model, 8 * model.rows)
@@ -333,7 +341,7 @@ def test_integers_of_models(name: str) -> None:
 def assert_finite(name: str, seed: int) -> None:
     step, args, found = of_model(name)
     leaves, structure = jax.tree.flatten(args)
-    values = jax.tree.unflatten(structure, drawn(leaves, found, seed))
+    values = jax.tree.unflatten(structure, sample(leaves, found, seed))
     results = jax.jit(step, compiler_options=QUICKLY)(*values)
     assert all(np.isfinite(np.asarray(x, 'float32')).all() for x in jax.tree.leaves(results))
 

@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from scalax._verification.downscale.downscale import reduced as reduced_within
+from scalax._verification.downscale.downscale import downscale as reduced_within
 from scalax._verification.downscale.downscale import small_meshes
 from scalax.errors import ArgumentError, MeshError
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PartitionSpec, TreePathShardingRule
@@ -144,7 +144,7 @@ def make_decoder(helper, config):
 def test_a_decoder():
     result = reduced(make_decoder, Config(), helper_of(fsdp=64, tp=8), jax.devices())
     small, sizes = result.config, result.config.sizes
-    assert result.helper.mesh.shape == {'fsdp': 4, 'tp': 2} and result.is_alike
+    assert result.helper.mesh.shape == {'fsdp': 4, 'tp': 2} and result.is_faithful
     assert (small.seed, small.is_causal) == (1234, True) and small.eos == small.vocabulary - 1
     assert sizes.width // sizes.heads > 1 and sizes.width % 4 == 0 and sizes.hidden % 2 == 0
     assert sizes.heads % sizes.kv_heads == 0 and sizes.heads // sizes.kv_heads > 1  # heads are grouped
@@ -184,7 +184,7 @@ def make_written(helper, config):
 def test_layers_that_are_written_out(smallest):
     result = reduced(make_written, Written(), helper_of(fsdp=64), jax.devices())
     kinds = [next(iter(layer)) for layer in result.args[0]['layers']]
-    assert result.is_alike and len(kinds) < 20
+    assert result.is_faithful and len(kinds) < 20
     # Each kind, and each that comes after another one.
     wanted = {('w', 'w'), ('w', 'other'), ('other', 'w')}
     assert {*itertools.pairwise(kinds)} == wanted
@@ -228,7 +228,7 @@ def test_numbers_that_are_no_sizes(smallest):
 @pytest.mark.medium
 def test_a_mesh_of_another_divisor():
     result = reduced(make_dict, {'width': 7 * 256, 'rows': [7 * 64]}, helper_of(fsdp=7), jax.devices())
-    assert result.helper.mesh.shape == {'fsdp': 7} and result.config['width'] % 7 == 0 and result.is_alike
+    assert result.helper.mesh.shape == {'fsdp': 7} and result.config['width'] % 7 == 0 and result.is_faithful
 
 
 def test_relations_of_a_configuration_that_are_checked():
@@ -255,7 +255,7 @@ def test_code_that_looks_at_sizes_keeps_them(smallest):
         return step, (array(4096, config['hidden']), array(config['rows'], 4096))
 
     result = reduced(make, {'hidden': 4096, 'rows': 512}, helper_of(fsdp=64, tp=8), jax.devices())
-    assert result.is_alike and 100 < result.config['hidden'] < 4096 and result.config['rows'] < 64
+    assert result.is_faithful and 100 < result.config['hidden'] < 4096 and result.config['rows'] < 64
 
 
 def test_a_device_with_one_head_each():
@@ -291,7 +291,7 @@ def test_another_mesh_where_two_devices_are_too_few():
     # Each device has a head, and groups do not divide: that takes more than 2 along tp.
     config = {'heads': 8, 'groups': 4, 'size': 4096}
     result = reduced(make, config, helper_of(fsdp=64, tp=8), jax.devices())
-    assert result.is_alike and result.helper.mesh.shape == {'fsdp': 2, 'tp': 4}
+    assert result.is_faithful and result.helper.mesh.shape == {'fsdp': 2, 'tp': 4}
     assert (result.config['heads'], result.config['groups']) == (4, 2)
 
 
@@ -314,7 +314,7 @@ def make_module(helper, config):
 def test_a_module_of_nnx():
     config = {'width': 4096, 'hidden': 8192, 'rows': 1024}
     result = reduced(make_module, config, helper_of(fsdp=64), jax.devices())
-    assert result.is_alike and result.config['width'] * result.config['hidden'] <= 2**17
+    assert result.is_faithful and result.config['width'] * result.config['hidden'] <= 2**17
     kernels = [leaf.spec for leaf in jax.tree.leaves(result.step.shardings_for(*result.args)[0]) if leaf.spec]
     assert kernels == [P(None, 'fsdp'), P('fsdp')]
 
@@ -341,7 +341,7 @@ def test_dimensions_of_arguments(smallest):
     (width, hidden), rows = params['up'].shape, x.shape[0]
     assert params['down'].shape == (hidden, width) and x.shape[1] == width
     assert width % 4 == hidden % 2 == rows % 4 == 0 and max(width, hidden, rows) < 64
-    assert result.said == () and result.config is None and result.sizes['dimension 0 of x'] == (2048, rows)
+    assert result.caveats == () and result.config is None and result.sizes['dimension 0 of x'] == (2048, rows)
     assert result.step.shardings_for(*result.args)[0][0]['up'].spec == P('fsdp', 'tp')
 
 
@@ -364,7 +364,7 @@ def test_stacks_and_what_is_read_of_a_batch(smallest):
     over_mesh = step_of(step, in_shardings=(P(), P(), P('fsdp')), out_shardings=None)
     result = reduced_args(over_mesh, args, helper_of(fsdp=64), jax.devices())
     params, _, tokens = result.args
-    assert result.is_alike
+    assert result.is_faithful
     assert params['position'].shape[0] == tokens.shape[1] - 1 < 32
     assert params['layers']['up'].shape[0] == params['layers']['down'].shape[0] < 48
     assert params['embed'].shape[0] % 8  # 1000 does not divide by 64

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax._verification.rounding import OnOneDevice, Rounded, places
+from scalax._verification.rounding import PerturbedEvaluator, RoundingAnalysis, equation_paths
 
 S = jax.ShapeDtypeStruct
 
@@ -13,7 +13,9 @@ S = jax.ShapeDtypeStruct
 def evaluated(function, *args, scale=0.0, seed=1):
     jaxpr = jax.make_jaxpr(function)(*args)
     run = jax.jit(
-        lambda scale, *values: OnOneDevice(Rounded(jaxpr), scale, jnp.uint32(seed)).run(jaxpr, values)
+        lambda scale, *values: PerturbedEvaluator(RoundingAnalysis(jaxpr), scale, jnp.uint32(seed)).run(
+            jaxpr, values
+        )
     )
     return [*map(np.asarray, run(np.float32(scale), *args))]
 
@@ -97,7 +99,7 @@ def test_products_in_bfloat16_are_uncertain_by_its_unit(rng):
 )
 def test_what_is_exact(function, wanted):
     jaxpr = jax.make_jaxpr(function)(S((4, 4), 'float32'), S((4,), 'int32'), jax.random.key(0))
-    assert Rounded(jaxpr).of_results == [wanted]
+    assert RoundingAnalysis(jaxpr).rounded_results == [wanted]
 
 
 def test_exact_results_have_no_errors(rng):
@@ -154,13 +156,13 @@ def test_infinite_and_huge_values_have_no_new_nan():
 def test_values_inside_are_kept_by_place(rng):
     x = rng.normal(size=(4, 8)).astype('float32')
     jaxpr = jax.make_jaxpr(loop)(x)
-    here = [*places(jaxpr)]
+    here = [*equation_paths(jaxpr)]
     [(place, _, calls)] = [each for each in here if each[1].primitive.name == 'tanh']
 
     def kept(x):
-        evaluation = OnOneDevice(Rounded(jaxpr), jnp.float32(0), jnp.uint32(0), {place})
+        evaluation = PerturbedEvaluator(RoundingAnalysis(jaxpr), jnp.float32(0), jnp.uint32(0), {place})
         evaluation.run(jaxpr, [x])
-        return evaluation.kept[place]
+        return evaluation.recorded[place]
 
     np.testing.assert_allclose(jax.jit(kept)(x)[0], np.tanh(x), rtol=1e-6)
     assert [call.primitive.name for call in calls] == ['scan']

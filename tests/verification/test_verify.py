@@ -88,7 +88,7 @@ def test_it_counts_what_it_compares(helper):
     found = helper.verify(compiled(helper), *arguments(), seeds=2, steps=3)
     assert (found.ok, found.results, found.seeds, found.steps) == (True, 8, 2, 3)
     assert str(found).startswith(
-        'train_step on fsdp=4, tp=2 computes what one device computes: 8 results, 3 steps in a row, 2 seeds'
+        'train_step on fsdp=4, tp=2 matches one device: 8 results, 3 consecutive steps, 2 seeds'
     )
     assert 'argument of sqrt in test_verify.py' in str(found)
 
@@ -247,7 +247,7 @@ def test_a_step_that_is_a_shard_map_has_a_line(helper):
     assert found.first_difference.line == f'test_verify.py:{first + 1} sum_along_another_axis'
     line = f'test_verify.py:{first + 2} sum_along_another_axis'
     assert found.first_difference.device_dependent_ops == (f'psum along tp at {line}',)
-    assert f'(in it: psum along tp at {line}) is the first operation that differs' in ' '.join(
+    assert f'(inside: psum along tp at {line}) is the first operation that differs' in ' '.join(
         str(found).split()
     )
 
@@ -263,7 +263,7 @@ def test_arguments_that_are_alike_do_not_hide_the_verdict(helper):
     made = helper.sjit(step, in_shardings=(P(), P(), P('fsdp'), P()))
     found = helper.verify(made, layers, others, S((16, 8), 'float32'), S((4,), 'int32'), seeds=1)
     text = str(found).splitlines()
-    assert text[0].startswith('step on fsdp=4, tp=2 computes what one device computes')
+    assert text[0].startswith('step on fsdp=4, tp=2 matches one device')
     listed = text[text.index('Values of the arguments:') + 3 :]
     assert len(listed) == 11
     assert listed[0].startswith('rows '), listed  # it has a reason
@@ -280,7 +280,7 @@ def test_shapes_that_depend_on_the_mesh(helper):
         '<lambda> returns arrays of other shapes on the mesh than on one device:\n'
         '  (the result itself): float32[4,8] on the mesh, and float32[16,8] on one device\n'
         'What to do: return global arrays, whose shapes are the same on any mesh; the out_specs of a '
-        'shard_map join blocks along the mesh axes over which they differ.'
+        'shard_map concatenate local shards along the mesh axes over which they differ.'
     )
 
 
@@ -619,9 +619,7 @@ def test_a_mesh_of_one_device():
 @pytest.mark.slow
 def test_the_assertion(helper):
     step, args = summed(helper)
-    with pytest.raises(
-        AssertionError, match='total on fsdp=4, tp=2 does not compute what one device computes'
-    ):
+    with pytest.raises(AssertionError, match='total on fsdp=4, tp=2 does not match one device'):
         assert_equal_to_one_device(step, *args)
     assert_equal_to_one_device(compiled(helper), *arguments(), seeds=1)
 
@@ -636,7 +634,7 @@ def test_json_and_pages(helper, tmp_path):
     assert plain['first_difference']['primitive'] == 'shard_map'
     found.to_html(tmp_path / 'verified.html')
     page = (tmp_path / 'verified.html').read_text()
-    assert 'does not compute what one device computes' in page
+    assert 'does not match one device' in page
     assert 'float32[4]' in page
 
 
@@ -654,7 +652,7 @@ def test_what_ctrl_c_leaves(helper, monkeypatch):
     monkeypatch.setattr(compare.Comparison, 'run', interrupted)
     found = helper.verify(compiled(helper), *arguments())
     assert (found.ok, found.interrupted, found.seeds) == (False, True, 1)
-    assert 'computes what one device computes: 8 results' in str(found)
+    assert 'matches one device: 8 results' in str(found)
     assert 'stopped early' in str(found)
     assert calls == [0, 1]
     with pytest.raises(KeyboardInterrupt):
@@ -703,7 +701,7 @@ def test_a_step_for_many_devices(by):
 def test_keywords_cannot_be_made_small():
     helper = large()
     step, (w, x) = make_large(helper)
-    with pytest.raises(ArgumentError, match='has to be reduced'):
+    with pytest.raises(ArgumentError, match='has to be downscaled'):
         helper.verify(step, w, x=x)
 
 

@@ -21,7 +21,7 @@ def words(text: str) -> list[str]:
 def test_the_report_of_the_page_is_what_is_printed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('COLUMNS', '120')
     blocks = read_blocks((ROOT / 'docs' / name).read_text(encoding='utf-8'))
-    number = next(i for i, block in enumerate(blocks) if 'does not compute what one device' in block.text)
+    number = next(i for i, block in enumerate(blocks) if 'does not match one device' in block.text)
     assert blocks[number].language == 'text' and blocks[number].comment is None
     scope: dict[str, object] = {}
     for block in blocks[:number]:

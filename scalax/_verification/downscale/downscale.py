@@ -22,8 +22,8 @@ from scalax._core.context.active_helper import MeshOwner
 from scalax._core.pytree.partition_specs import axis_sizes_text
 from scalax._core.pytree.paths import dtype_on_devices, is_weakly_typed
 from scalax._planning.compiler.lowered_step import without_changes
-from scalax._verification.downscale.shrink import Large, Made, Search, Sizes
-from scalax._verification.reference import Step, helper_over, is_array
+from scalax._verification.downscale.shrink import FullSizeStep, Shrinker, Sizes, StepAndArgs
+from scalax._verification.reference import StepCall, helper_on_mesh, is_array
 from scalax.errors import MeshError
 
 _SECONDS = 60.0
@@ -32,7 +32,7 @@ _NO_SIZE = 2**31  # as many tokens as a model is trained with
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Reduced:
+class DownscaledStep:
     """A small step that stands for a large one.
 
     Attributes:
@@ -41,8 +41,8 @@ class Reduced:
         args: its arguments, ShapeDtypeStructs.
         config: its configuration; None if there is none.
         sizes: what is smaller: name -> size before and after.
-        said: what is not alike, with lines of the user's code.
-        is_alike: whether its program is that of the large step, but for sizes.
+        caveats: what is not alike, with lines of the user's code.
+        is_faithful: whether its program is that of the large step, but for sizes.
     """
 
     helper: Any
@@ -50,8 +50,8 @@ class Reduced:
     args: tuple[Any, ...]
     config: Any
     sizes: Mapping[str, tuple[int, int]]
-    said: tuple[str, ...]
-    is_alike: bool
+    caveats: tuple[str, ...]
+    is_faithful: bool
 
 
 def small_meshes(shape: Mapping[str, int], devices: int) -> list[dict[str, int]]:
@@ -92,13 +92,13 @@ def small_meshes(shape: Mapping[str, int], devices: int) -> list[dict[str, int]]
     return [dict(zip(shape, sizes, strict=True)) for sizes in sorted(fitting, key=cost)]
 
 
-def reduced(
-    make: Callable[[Any, Any], Made],
+def downscale(
+    make: Callable[[Any, Any], StepAndArgs],
     config: Any,
     helper: MeshOwner,
     devices: Sequence[Any],
     seconds: float = _SECONDS,
-) -> Reduced:
+) -> DownscaledStep:
     """Reduces the numbers of a configuration, and then the dimensions of arguments that do not come from it.
 
     The first of some small meshes is taken where the step is like the large one, or else the first: where a
@@ -116,48 +116,54 @@ def reduced(
         MeshError: there are too few devices.
         ArgumentError: the step cannot be traced, neither as it is nor over the small mesh.
     """
-    own = helper_over(helper, helper.mesh.shape)
-    large = Large(own, *_made(make, own, config))
+    own = helper_on_mesh(helper, helper.mesh.shape)
+    large = FullSizeStep(own, *_made(make, own, config))
     found = []
     for sizes in small_meshes(helper.mesh.shape, len(devices))[:_MESHES]:
-        small = helper_over(helper, sizes, np.array(devices[: math.prod(sizes.values())]))
+        small = helper_on_mesh(helper, sizes, np.array(devices[: math.prod(sizes.values())]))
         found.append(_over(small, make, config, large, time.monotonic() + seconds))
-        if found[-1].is_alike:
+        if found[-1].is_faithful:
             return found[-1]
     return found[0]
 
 
-def _over(small: Any, make: Callable[[Any, Any], Made], config: Any, large: Large, until: float) -> Reduced:
+def _over(
+    small: Any, make: Callable[[Any, Any], StepAndArgs], config: Any, large: FullSizeStep, until: float
+) -> DownscaledStep:
     """The step over a small mesh."""
-    numbers = dict(numbers_of(config))
-    search = Search(large, small, numbers, lambda sizes: _made(make, small, with_sizes(config, sizes)), until)
+    numbers = dict(config_sizes(config))
+    search = Shrinker(
+        large, small, numbers, lambda sizes: _made(make, small, replace_sizes(config, sizes)), until
+    )
     search.run()
-    config, smaller = with_sizes(config, search.sizes), search.smaller()
+    config, smaller = replace_sizes(config, search.sizes), search.smaller()
     if not search.is_small:  # the code has sizes of its own, such as how long the rows of the batch are
         step, args = _made(make, small, config)
-        given, names = Step(small, step, args, {}), dict[int, str]()
+        given, names = StepCall(small, step, args, {}), dict[int, str]()
         for path, leaf in zip(given.paths, given.leaves, strict=True):
             for dim, size in enumerate(leaf.shape):
                 names.setdefault(size, f'dimension {dim} of {path}')
         numbers = {name: size for size, name in names.items() if size > 1}
-        search = Search(large, small, numbers, lambda sizes: (step, resized(args, sizes, small.mesh)), until)
+        search = Shrinker(
+            large, small, numbers, lambda sizes: (step, resize_arguments(args, sizes, small.mesh)), until
+        )
         search.run()
     step, args = search.made()
     smaller |= search.smaller()
-    return Reduced(small, step, args, config, smaller, (*search.differences(),), search.is_alike)
+    return DownscaledStep(small, step, args, config, smaller, (*search.differences(),), search.is_faithful)
 
 
-def _made(make: Callable[[Any, Any], Made], helper: Any, config: Any) -> Made:
+def _made(make: Callable[[Any, Any], StepAndArgs], helper: Any, config: Any) -> StepAndArgs:
     step, args, _ = without_changes(*make(helper, config), {})
     return step, tuple(args)
 
 
-def numbers_of(config: Any, name: str = '') -> Iterator[tuple[str, int]]:
+def config_sizes(config: Any, name: str = '') -> Iterator[tuple[str, int]]:
     """The numbers of a configuration that may be sizes, with their names."""
     if type(config) is int and 1 < config < _NO_SIZE:  # neither booleans nor members of enumerations
         yield name, config
     for key, part in _parts(config).items():
-        yield from numbers_of(part, f'{name}.{key}' if name else str(key))
+        yield from config_sizes(part, f'{name}.{key}' if name else str(key))
 
 
 def _parts(config: Any) -> Mapping[Any, Any]:
@@ -168,10 +174,10 @@ def _parts(config: Any) -> Mapping[Any, Any]:
     return config if isinstance(config, Mapping) else {}
 
 
-def with_sizes(config: Any, sizes: Sizes) -> Any:
+def replace_sizes(config: Any, sizes: Sizes) -> Any:
     """The configuration with other numbers in the place of some."""
     before = _parts(config)
-    parts = {key: with_sizes(part, sizes) for key, part in before.items()}
+    parts = {key: replace_sizes(part, sizes) for key, part in before.items()}
     if all(parts[key] is before[key] for key in parts):
         return sizes.get(config, config) if type(config) is int else config
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
@@ -181,7 +187,7 @@ def with_sizes(config: Any, sizes: Sizes) -> Any:
     return type(config)(*parts.values()) if hasattr(config, '_fields') else type(config)(parts.values())
 
 
-def resized(args: Sequence[Any], sizes: Sizes, mesh: Any) -> tuple[Any, ...]:
+def resize_arguments(args: Sequence[Any], sizes: Sizes, mesh: Any) -> tuple[Any, ...]:
     """Arguments as ShapeDtypeStructs with other dimensions in the place of some, over another mesh."""
 
     def smaller(leaf: Any) -> Any:

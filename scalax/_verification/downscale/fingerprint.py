@@ -50,7 +50,7 @@ _DIGITS = re.compile(r'\d+')
 _VARIADIC = frozenset({'concatenate', 'optimization_barrier', 'split', 'stack', 'unstack'})
 
 
-class Program:
+class ProgramFingerprint:
     """A program without its sizes.
 
     Args:
@@ -63,19 +63,23 @@ class Program:
         axes: the mesh axes that shard a dimension together, for all dimensions that are said to be sharded.
         operations: its operations and their meetings, by numbers that programs to be compared share; for each
             the equation, and those around it, from the innermost one.
-        divisions: the same for the divisions.
+        divisibility: the same for the divisions.
         elements: how many all arguments and results have; an operation that is written out again counts as
             `_AGAIN` of them.
     """
 
     def __init__(
-        self, jaxpr: Any, names: Sequence[str], mesh: Mapping[str, int], like: Program | None = None
+        self,
+        jaxpr: Any,
+        names: Sequence[str],
+        mesh: Mapping[str, int],
+        like: ProgramFingerprint | None = None,
     ) -> None:
         self._numbers: dict[Hashable, int] = {} if like is None else like._numbers
         self.axes: frozenset[Axes] = _axes_of(jaxpr) | (frozenset() if like is None else like.axes)
         self._parts = {each: math.prod(mesh.get(axis, 1) for axis in each) for each in sorted(self.axes)}
         self.operations: Facts = {}
-        self.divisions: Facts = {}
+        self.divisibility: Facts = {}
         self.elements = sum(map(size_of, open_jaxpr(jaxpr).invars))
         self._read(open_jaxpr(jaxpr), [self._number(stem(name)) for name in names], (), ())
 
@@ -141,7 +145,7 @@ class Program:
                 note(self.operations, number, 'gives', *result)
             self.elements += math.prod(shape)
             divides = [size % each == 0 for size in shape for each in self._parts.values()]
-            note(self.divisions, number, *divides)
+            note(self.divisibility, number, *divides)
         return number
 
     def _values(self, equation: Any) -> list[list[Hashable]]:
@@ -163,7 +167,7 @@ class Program:
         return tuple(found)
 
 
-def lost(wanted: Facts, found: Facts) -> Facts:
+def missing_facts(wanted: Facts, found: Facts) -> Facts:
     """What another program does not have, or else what it has instead."""
     missing = {number: where for number, where in wanted.items() if number not in found}
     return missing or {number: where for number, where in found.items() if number not in wanted}

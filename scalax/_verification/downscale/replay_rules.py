@@ -21,7 +21,7 @@ Answers = dict[Hashable, Answer]
 """The answer of each rule about each path."""
 
 
-def with_kept_rules(step: Any, kept: Answers, are_known: bool) -> Any:
+def with_replayed_rules(step: Any, kept: Answers, are_known: bool) -> Any:
     """A step with rules that note their answers, or repeat those that are known, if `sjit` made it."""
     if not isinstance(step, SjitFunction):
         return step
@@ -29,7 +29,7 @@ def with_kept_rules(step: Any, kept: Answers, are_known: bool) -> Any:
     def rules_of(option: str, rules: Any) -> Any:
         def with_rule(path: Any, rule: Any) -> Any:
             key = option, path_string(path)
-            return _Kept(rule, key, kept, are_known) if isinstance(rule, ShardingRule) else rule
+            return _ReplayedRule(rule, key, kept, are_known) if isinstance(rule, ShardingRule) else rule
 
         return jax.tree.map_with_path(with_rule, rules, is_leaf=is_rule)
 
@@ -39,7 +39,7 @@ def with_kept_rules(step: Any, kept: Answers, are_known: bool) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _Kept(BuiltinRule):
+class _ReplayedRule(BuiltinRule):
     rule: ShardingRule
     key: Hashable
     kept: Answers

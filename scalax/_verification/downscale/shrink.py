@@ -12,13 +12,13 @@ import jax
 
 from scalax._core.pytree.partition_specs import axis_sizes_text
 from scalax._jaxpr.source_lines import line_of_stack
-from scalax._verification.downscale.fingerprint import Program, division, lines, lost
-from scalax._verification.downscale.replay_rules import Answers, with_kept_rules
-from scalax._verification.reference import Step
+from scalax._verification.downscale.fingerprint import ProgramFingerprint, division, lines, missing_facts
+from scalax._verification.downscale.replay_rules import Answers, with_replayed_rules
+from scalax._verification.reference import StepCall
 from scalax._verification.report import first_line
 from scalax.errors import ArgumentError, plural
 
-Made = tuple[Any, tuple[Any, ...]]
+StepAndArgs = tuple[Any, tuple[Any, ...]]
 """A step, and its arguments."""
 Sizes = Mapping[int, int]
 """Of each number the one in its place."""
@@ -31,7 +31,7 @@ _MOST = 8  # numbers of a kind that are tried in the place of one
 _SHOWN = 5  # lines of differences
 
 
-class Large:
+class FullSizeStep:
     """A step for a large mesh, which small ones are compared with.
 
     Attributes:
@@ -42,10 +42,10 @@ class Large:
 
     def __init__(self, helper: Any, step: Any, args: Sequence[Any]) -> None:
         self.mesh, self.answers = helper.mesh, Answers()
-        self.program = _program(helper, with_kept_rules(step, self.answers, False), args)
+        self.program = _program(helper, with_replayed_rules(step, self.answers, False), args)
 
 
-class Search:
+class Shrinker:
     """Looks for smaller numbers. Equal ones stay equal, and close ones as close as they are.
 
     Args:
@@ -61,10 +61,10 @@ class Search:
 
     def __init__(
         self,
-        large: Large,
+        large: FullSizeStep,
         helper: Any,
         numbers: Mapping[str, int],
-        make: Callable[[Sizes], Made],
+        make: Callable[[Sizes], StepAndArgs],
         until: float,
     ) -> None:
         self._large, self._helper, self._make, self._until = large, helper, make, until
@@ -76,13 +76,13 @@ class Search:
             else:
                 self._units.append([number])
         self.sizes: Sizes = {number: number for number in numbers.values()}
-        self._known: dict[tuple[int, ...], Program | str] = {}
+        self._known: dict[tuple[int, ...], ProgramFingerprint | str] = {}
         self._idle: set[int] = set()
         found = self._program(self.sizes)
-        self._now = found if isinstance(found, Program) else None
+        self._now = found if isinstance(found, ProgramFingerprint) else None
 
     @property
-    def is_alike(self) -> bool:
+    def is_faithful(self) -> bool:
         """Whether the program is no other one."""
         return self._now is not None and self._now.operations.keys() == self._wanted.operations.keys()
 
@@ -91,12 +91,12 @@ class Search:
         """Whether it is small enough, too."""
         return self._score(self._now) <= (0, _MANY)
 
-    def made(self, sizes: Sizes | None = None) -> Made:
+    def made(self, sizes: Sizes | None = None) -> StepAndArgs:
         """The step and its arguments with the best numbers, or others, placed as those of the large one."""
         step, args = self._make(self.sizes if sizes is None else sizes)
-        return with_kept_rules(step, self._large.answers, True), args
+        return with_replayed_rules(step, self._large.answers, True), args
 
-    def _program(self, sizes: Sizes) -> Program | str:
+    def _program(self, sizes: Sizes) -> ProgramFingerprint | str:
         """The program of other numbers, or why there is none."""
         key = tuple(sizes.values())
         if key not in self._known:
@@ -106,12 +106,12 @@ class Search:
                 self._known[key] = _failure(error)
         return self._known[key]
 
-    def _score(self, program: Program | None) -> tuple[float, ...]:
+    def _score(self, program: ProgramFingerprint | None) -> tuple[float, ...]:
         """How good a program is: what is lower is better."""
         if program is None:
             return (math.inf,)
         operations = program.operations.keys() ^ self._wanted.operations.keys()
-        divisions = program.divisions.keys() ^ self._wanted.divisions.keys()
+        divisions = program.divisibility.keys() ^ self._wanted.divisibility.keys()
         return len(operations), max(program.elements, _MANY), len(divisions), program.elements
 
     def run(self) -> None:
@@ -192,8 +192,11 @@ class Search:
         """How the small program differs from the large one."""
         wanted, now = self._wanted, self._now or self._wanted
         for what, facts in (
-            ('only the large step has', lost(wanted.operations, now.operations)),
-            ('dimensions divide differently than in the large step:', lost(wanted.divisions, now.divisions)),
+            ('only the large step has', missing_facts(wanted.operations, now.operations)),
+            (
+                'dimensions divide differently than in the large step:',
+                missing_facts(wanted.divisibility, now.divisibility),
+            ),
         ):
             every = lines(facts)
             yield from (f'{what} {line}' for line in every[:_SHOWN])
@@ -201,12 +204,14 @@ class Search:
                 yield f'... and {plural(len(every) - _SHOWN, "line")} more'
 
 
-def _program(helper: Any, step: Any, args: Sequence[Any], like: Program | None = None) -> Program:
+def _program(
+    helper: Any, step: Any, args: Sequence[Any], like: ProgramFingerprint | None = None
+) -> ProgramFingerprint:
     """What a step computes."""
-    own = Step(helper, step, args, {})
+    own = StepCall(helper, step, args, {})
     with helper.get_context():
         jaxpr = jax.make_jaxpr(lambda *leaves: own.call(leaves))(*own.leaves)
-    return Program(jaxpr, own.paths, helper.mesh.shape, like)
+    return ProgramFingerprint(jaxpr, own.paths, helper.mesh.shape, like)
 
 
 def _failure(error: Exception) -> str:

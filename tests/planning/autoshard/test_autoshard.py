@@ -119,7 +119,7 @@ def test_its_code_offers_to_verify_the_step(found, capsys):
     code, offer = found.to_code(), 'print(helper.verify(step, *arguments))'
     assert code.endswith(f'\n# {offer}\n')
     exec(code.replace(f'# {offer}', offer), {'train_step': train_step, 'arguments': arguments()})
-    said = 'train_step on fsdp=8 computes what one device computes: 9 results, 2 steps in a row, 3 seeds\n'
+    said = 'train_step on fsdp=8 matches one device: 9 results, 2 consecutive steps, 3 seeds\n'
     assert capsys.readouterr().out.startswith(said)
 
 
