@@ -1,59 +1,59 @@
-r"""Ready tables of regexes and specs for parameters of well-known models, and layouts of activations.
+r"""Tables of regexes and specs for the parameters of well-known models, and layouts of activations.
 
 A table is a tuple of rows ``(regex, PartitionSpec)`` over the axes ``'fsdp'``, ``'tp'`` and ``'expert'``;
-`rule` makes a rule of it. The first row whose regex is found in the leaf path counts. Tables are data:
+`rule` converts it to a rule. The first row whose regex is found in the leaf path applies. Tables are data:
 add your own rows in front, ``rule((my_row, *LLAMA))``.
 
 ==============  ====================================================================================
-table           the parameter names of
+table           parameter names
 ==============  ====================================================================================
 `LLAMA`         Hugging Face (``self_attn/q_proj``), EasyLM (``attention/wq``), MaxText (``mlp/wi_0``),
                 and bare ones (``attention/query``, ``mlp/up``)
-`GEMMA`         those, and Google DeepMind's gemma (``attn/q_einsum/w``)
-`MIXTRAL`       those of LLaMA, and experts (``experts/0/w1``, ``experts/w1``, ``MoeBlock_0/wi_0``)
-`GPT`           GPT-J, GPT-Neo, GPT-NeoX, and GPT-2 of ordinary linear layers
+`GEMMA`         the names of `LLAMA`, and of Google DeepMind's gemma (``attn/q_einsum/w``)
+`MIXTRAL`       the names of `LLAMA`, and experts (``experts/0/w1``, ``experts/w1``,
+                ``MoeBlock_0/wi_0``)
+`GPT`           GPT-J, GPT-Neo, GPT-NeoX, and GPT-2 with ordinary linear layers
 `GPT2`          Hugging Face's GPT-2, whose matrices are transposed
 `VIT`           Hugging Face, Google's vision_transformer and big_vision, eqxvision
 `T5`            Hugging Face, and T5X
-`SPLIT_HEADS`   rows to put in front where heads are a dimension: (embed, heads, head_dim), as in
+`SPLIT_HEADS`   rows to put in front if heads are a dimension: (embed, heads, head_dim), as in
                 ``flax.linen.MultiHeadDotProductAttention`` and MaxText
 ==============  ====================================================================================
 
-**Where the layout comes from.** Tensor parallelism is Megatron-LM's (Shoeybi et al., arXiv:1909.08053,
-section 3): the first matrix of a pair (query, key, value; gate, up) is split along its output, with its
-bias, the second (attention output; down) along its input, and its bias is replicated; embeddings and the
-output layer are split along the vocabulary. Experts have an axis of their own, and routers are not
-split over experts, as in GShard (Lepikhin et al., arXiv:2006.16668, section 3) and Switch Transformers
-(Fedus et al., arXiv:2101.03961, section 5). FSDP takes the other dimension of each matrix (ZeRO, stage
-3, Rajbhandari et al., arXiv:1910.02054). Norms and single vectors are replicated.
+**Sources of the layout.** Tensor parallelism is Megatron-LM's (Shoeybi et al., arXiv:1909.08053, section 3).
+The first matrix of a pair (query, key, value; gate, up) is sharded along its output, and so is its bias; the
+second (attention output; down) is sharded along its input, and its bias is replicated. Embeddings and the
+output layer are sharded along the vocabulary. Experts have an axis of their own, and routers are not sharded
+over it, as in GShard (Lepikhin et al., arXiv:2006.16668, section 3) and Switch Transformers (Fedus et al.,
+arXiv:2101.03961, section 5). FSDP shards the other dimension of each matrix (ZeRO, stage 3, Rajbhandari et
+al., arXiv:1910.02054). Norms and single vectors are replicated.
 
 **The last key determines the order of the dimensions.** ``kernel`` is (in, out), as in flax, and so is
-an array that is a matrix itself (``mlp/up``). ``weight`` is (out, in), as in equinox and PyTorch.
-Both get the same layout. A ``value`` after that is the box or variable of flax around an
-array, and changes nothing.
+an array that is a matrix itself (``mlp/up``). ``weight`` is (out, in), as in equinox and PyTorch. Both get
+the same layout. A ``value`` after that, which flax's boxes and variables add, has no effect.
 
 **A spec has one entry for each dimension of the array.** Arrays of another rank are an error: a spec for
-(8192, 1024) would otherwise shard the layers of (80, 8192, 1024). `rule` takes the place of the stacked
-layers, and ``rule(...).stacked(1)`` is for trees that are stacked throughout. The layers come first.
-``PartitionSpec()`` replicates arrays of any rank.
+(8192, 1024) would otherwise shard the layers of (80, 8192, 1024). If the layers are stacked in the first
+dimension, pass their paths to `rule` (``stacked``), or call ``rule(...).stacked(1)`` if all of the tree is
+stacked. ``PartitionSpec()`` replicates arrays of any rank.
 
-**What may not divide**: vocabularies that are not padded (GPT-2's 50257; Megatron pads them), and heads
-that are a dimension, where there are fewer of them than tp has devices. Pad them, or pass ``on_indivisible``.
-Heads that share a dimension are then cut, and so are the components of fused matrices (``c_attn``, ``qkv``,
-``gate_up_proj``), which do not end where the shards do: XLA moves data to split them.
+**Dimensions that may not divide** are vocabularies that are not padded (GPT-2's 50257; Megatron pads them),
+and head dimensions with fewer heads than tp has devices. Pad them, or pass ``on_indivisible``. If heads share
+a dimension, a shard may end inside a head. Shards also do not align with the components of fused matrices
+(``c_attn``, ``qkv``, ``gate_up_proj``), so XLA moves data to split them.
 
-**Activations.** Where `scalax.sharding.MeshShardingHelper.sjit` partitions a function along its batch, a
-table is all that FSDP and tensor parallelism take. What is left needs names,
-`with_sharding_annotation(x, name)`, and a layout: a mapping from names to specs over the axes ``'batch'``,
-``'tp'`` and ``'expert'``, of which `activations` makes ``annotation_shardings``. They fit all tables, and
-are joined as ``{**first, **second}``.
+**Activations.** If `scalax.sharding.MeshShardingHelper.sjit` partitions a function along its batch, FSDP and
+tensor parallelism need only a table. Other layouts need names, `with_sharding_annotation(x, name)`, and a
+layout: a mapping from names to specs over the axes ``'batch'``, ``'tp'`` and ``'expert'``, which
+`activations` converts to ``annotation_shardings``. They work with all tables, and combine as
+``{**first, **second}``.
 
 ===================  ===============================================================================
-layout               what it is for
+layout               use
 ===================  ===============================================================================
-`SEQUENCE_PARALLEL`  the residual between the blocks, and what is saved of it, split by position over tp
-`EXPERT_PARALLEL`    the tokens travel to the experts of `MIXTRAL`, and not the experts to the tokens
-`TENSOR_PARALLEL`    every activation, for functions that are not partitioned so
+`SEQUENCE_PARALLEL`  shards the residual between the blocks, and its saved copies, by position over tp
+`EXPERT_PARALLEL`    moves the tokens to the experts of `MIXTRAL`, instead of gathering the experts
+`TENSOR_PARALLEL`    shards every activation, for functions that are not partitioned along their batch
 ===================  ===============================================================================
 
 ==================  ======================================  ===============================================
@@ -61,18 +61,18 @@ name                value                                   dimensions
 ==================  ======================================  ===============================================
 ``'residual'``      before the first block, after each      batch, sequence, width
 ``'block_input'``   the normalized residual                 batch, sequence, width
-``'query'``         queries, and what attention returns     batch, sequence, heads, head_dim
+``'query'``         queries, and the output of attention    batch, sequence, heads, head_dim
 ``'key_value'``     keys and values                         batch, sequence, heads, head_dim
 ``'hidden'``        the hidden layer                        batch, sequence, hidden
 ``'logits'``        the logits of the vocabulary            batch, sequence, vocabulary
-``'taken'``         the tokens that each expert takes       experts, batch, capacity, width
-``'arrived'``       the same value, named once more         experts, batch, capacity, width
-``'out'``           what the experts make of them           experts, batch, capacity, width
-``'returned'``      the same value, named once more         experts, batch, capacity, width
+``'taken'``         the tokens for each expert              experts, batch, capacity, width
+``'arrived'``       the same value, named a second time     experts, batch, capacity, width
+``'out'``           the outputs of the experts              experts, batch, capacity, width
+``'returned'``      the same value, named a second time     experts, batch, capacity, width
 ==================  ======================================  ===============================================
 
-**What has no table.** Trees that name their dimensions need none, see `LogicalAxisShardingRule`: haliax
-(Levanter), MaxText and T5X, also where their layers are stacked in the second dimension
+**Models without a table.** Trees that name their dimensions need none, see `LogicalAxisShardingRule`: haliax
+(Levanter), MaxText and T5X, even if their layers are stacked in the second dimension
 (``param_scan_axis=1``). Layers without names (``layers/0/weight`` of ``equinox.nn.MLP``) need rows of your
 own.
 """
@@ -118,10 +118,10 @@ Table = tuple[tuple[str, PartitionSpec], ...]
 """Rows of (regex on the leaf path, spec with one entry for each dimension)."""
 
 ActivationSpecs = Mapping[str, PartitionSpec]
-"""Names of activations, and the spec of each."""
+"""Name of an activation -> its spec."""
 
 Axis = str | tuple[str, ...] | None
-"""What an axis of a table is on the mesh: one axis, several, or none."""
+"""The mesh axes that an axis of a table stands for: one axis, several, or none."""
 
 
 def rule(
@@ -134,22 +134,22 @@ def rule(
     stage: Axis = None,
     on_indivisible: OnIndivisible = 'error',
 ) -> TreePathShardingRule:
-    """The rule of a table. It is strict: a leaf that no row matches is an error.
+    """Returns the rule of a table. It is strict: a leaf that no row matches is an error.
 
     Args:
-        table: one of this module, or rows of your own over the axes fsdp, tp and expert.
-        fsdp: the mesh axis (or axes, or None) that stands for ``'fsdp'`` in the table.
+        table: a table of this module, or your own rows over the axes fsdp, tp and expert.
+        fsdp: the mesh axis (or axes, or None) for ``'fsdp'`` in the table.
         tp: the same for ``'tp'``.
-        expert: the same for ``'expert'``, which only `MIXTRAL` has; None where the mesh has no such axis.
+        expert: the same for ``'expert'``, which only `MIXTRAL` has; None if the mesh has no such axis.
         stacked: a regex for the paths of layers that are stacked in the first dimension, such as
             ``'layers/'``; by default none are.
-        stage: the mesh axis over which the layers of these stacks are sharded, as in a pipeline
-            (`scalax.sharding.Pipeline`); None if each device has all layers.
-        on_indivisible: what to do where a dimension does not divide, as in `TreePathShardingRule`.
+        stage: the mesh axis that shards the stacked layers, as in a pipeline (`scalax.sharding.Pipeline`);
+            None if each device has all layers.
+        on_indivisible: what to do if a dimension does not divide, as in `TreePathShardingRule`.
 
     Raises:
-        RuleError: an invalid argument, or a row that is not a pair of a regex and a spec, or that names
-            another axis.
+        RuleError: an argument is invalid, or a row is not a pair of a regex and a spec, or names another
+            axis.
 
     Example:
         >>> import numpy as np
@@ -165,58 +165,62 @@ def rule(
         >>> rule(LLAMA, stacked='layers/', stage='stage').apply(stack)
         {'layers': {'up_proj': {'kernel': P('stage', 'fsdp', 'tp')}}}
     """
-    axes = _checked('catalogue.rule', fsdp=fsdp, tp=tp, expert=expert)
-    one = ExactRankRule(*_rows(table, axes), on_indivisible=on_indivisible)
-    _checked('catalogue.rule', stage=stage)
+    axes = _checked_axes('catalogue.rule', fsdp=fsdp, tp=tp, expert=expert)
+    layer_rule = ExactRankRule(*_rows(table, axes), on_indivisible=on_indivisible)
+    _checked_axes('catalogue.rule', stage=stage)
     if stage is not None and not stacked:
         raise RuleError(
             f'catalogue.rule: the layers over stage={stage!r} are stacked, and stacked= has to find them: '
             "stacked='layers/'"
         )
     if not stacked:
-        return one
+        return layer_rule
     checked_regex('catalogue.rule, stacked', stacked)
-    layers = one.stacked(1) if stage is None else PartitionSpec(stage) & one.stacked(1)
-    return TreePathShardingRule((stacked, layers), (_REST, one))
+    stack_rule = layer_rule.stacked(1)
+    if stage is not None:
+        stack_rule = PartitionSpec(stage) & stack_rule
+    return TreePathShardingRule((stacked, stack_rule), (_REST, layer_rule))
 
 
 def activations(
     layout: ActivationSpecs, *, batch: Axis = 'fsdp', tp: Axis = 'tp', expert: Axis = 'expert'
 ) -> dict[str, PartitionSpec]:
-    """The ``annotation_shardings`` of a layout.
+    """Returns the ``annotation_shardings`` of a layout.
 
     Args:
-        layout: one of this module, or names and specs of your own over the axes batch, tp and expert.
-        batch: the mesh axis (or axes, or None) that shards the batch dimension, without that of experts.
+        layout: a layout of this module, or your own names and specs over the axes batch, tp and expert.
+        batch: the mesh axis (or axes, or None) that shards the batch dimension, without the axis of experts.
         tp: the same for ``'tp'``.
         expert: the same for ``'expert'``, which only `EXPERT_PARALLEL` has; it shards the batch, too.
 
     Raises:
-        RuleError: an invalid argument, or a layout that is no dict of specs or that has another axis.
+        RuleError: an argument is invalid, or the layout is not a dict of specs, or has another axis.
 
     Example:
         >>> activations(SEQUENCE_PARALLEL, batch=('data', 'fsdp'))
         {'residual': P(('data', 'fsdp'), 'tp'), 'block_input': P(('data', 'fsdp'),)}
     """
-    axes = _checked('catalogue.activations', batch=batch, tp=tp, expert=expert)
+    axes = _checked_axes('catalogue.activations', batch=batch, tp=tp, expert=expert)
     if not isinstance(layout, Mapping) or {*map(type, layout.values())} - {PartitionSpec}:
         raise RuleError(
             'catalogue.activations: a layout is a dict of names and PartitionSpecs, such as '
             f'catalogue.SEQUENCE_PARALLEL, got {layout!r}'
         )
-    return {name: _renamed(spec, axes, f'catalogue.activations, {name!r}') for name, spec in layout.items()}
+    return {
+        name: _on_mesh_axes(spec, axes, f'catalogue.activations, {name!r}') for name, spec in layout.items()
+    }
 
 
 class ExactRankRule(TreePathShardingRule):
-    """A `TreePathShardingRule` whose specs are for arrays of exactly as many dimensions as they have entries.
+    """A `TreePathShardingRule` whose specs must have one entry for each dimension of the array.
 
-    Arrays of another rank are an error, so that layers that were stacked are not sharded by accident.
+    Arrays of another rank are an error, so that the stack dimension of layers is not sharded by accident.
     ``PartitionSpec()``, rules and None are for arrays of any rank.
 
     Args:
         *rules: as in `TreePathShardingRule`.
-        strict: as there.
-        on_indivisible: as there.
+        strict: as in `TreePathShardingRule`.
+        on_indivisible: as in `TreePathShardingRule`.
 
     Example:
         >>> import numpy as np
@@ -227,16 +231,16 @@ class ExactRankRule(TreePathShardingRule):
         {'kernel': P(None, 'fsdp')}
     """
 
-    # Those who call `rule` have no `strict`.
+    # `rule` has no parameter `strict`, so the hint cannot suggest it.
     _unmatched_hint: ClassVar[str] = (
         'add a row for these leaves to the table, or replicate what no row matches: '
         'catalogue.rule(table) | PartitionSpec().'
     )
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        """As in `TreePathShardingRule`, and a problem for each array of another rank than its row is for."""
+        """Returns the answers of `TreePathShardingRule`, with a problem for each array of the wrong rank."""
         answers = super().answers(tree, axis_sizes)
-        ranks = list(map(functools.cache(self._rank), answers))
+        ranks = list(map(functools.cache(self._expected_rank), answers))
         for index, (answer, expected) in enumerate(zip(answers, ranks, strict=True)):
             rank = len(tree.shapes[index])
             if isinstance(answer, Decision) and expected not in (0, rank):
@@ -247,28 +251,28 @@ class ExactRankRule(TreePathShardingRule):
                     f'the spec is for an array of rank {expected}, and this one is of rank {rank}{stack}',
                     str(answer.spec),
                     answer.origin,
-                    _OTHER_RANK,
+                    _RANK_HINT,
                 )
         return answers
 
-    def _rank(self, answer: Answer) -> int:
-        """The rank that a decision of this rule is for; 0 for any."""
-        # Decisions about arrays of one element have no clauses; those of other rules are not checked.
+    def _expected_rank(self, answer: Answer) -> int:
+        """Returns the rank that a decision of this rule is for, or 0 for any rank."""
+        # Decisions about arrays of one element have no clauses. Decisions of nested rules are not checked.
         if not isinstance(answer, Decision) or answer.spec is None or not answer.clauses:
             return 0
         value = self.rules[answer.clauses[0][1]][1]
         return 0 if isinstance(value, ShardingRule) else len(entries(answer.spec))
 
 
-_OTHER_RANK = (
-    "stacked layers, and no others, take rule.stacked(1), or catalogue.rule(table, stacked='layers/') with a "
-    'regex that finds them; heads that are a dimension take catalogue.SPLIT_HEADS in front; others a row of '
-    'your own.'
+_RANK_HINT = (
+    "for stacked layers, call catalogue.rule(table, stacked='layers/') with a regex that finds them, or "
+    'rule.stacked(1) if the entire tree is stacked; for a dimension of heads, put catalogue.SPLIT_HEADS in '
+    'front; otherwise add a row of your own.'
 )
 
 
-def _checked(where: str, **axes: Axis) -> dict[str, Axis]:
-    """The axes of a table, and what each is on the mesh."""
+def _checked_axes(where: str, **axes: Axis) -> dict[str, Axis]:
+    """Returns axis of a table -> its mesh axes, and raises RuleError if a value is not a mesh axis."""
     for argument, value in axes.items():
         if not all(isinstance(name, str) and name for name in entry_axes(value)):
             raise RuleError(f'{where}: {argument} is a mesh axis, a tuple of them or None, got {value!r}')
@@ -276,32 +280,32 @@ def _checked(where: str, **axes: Axis) -> dict[str, Axis]:
 
 
 def _rows(table: Any, axes: Mapping[str, Axis]) -> list[Any]:
-    """The rows of a table over the axes of the mesh."""
+    """Returns the rows of a table with mesh axes in their specs."""
     if not isinstance(table, list | tuple):
         raise RuleError(
             'catalogue.rule: the table is a tuple of rows (regex, PartitionSpec), such as catalogue.LLAMA, '
             f'got {table!r}'
         )
     rows = []
-    for number, row in enumerate(table):
-        where = f'catalogue.rule, row {number} of the table'
+    for index, row in enumerate(table):
+        where = f'catalogue.rule, row {index} of the table'
         regex, value = checked_pair(where, row)
-        rows.append((regex, _renamed(value, axes, where) if isinstance(value, PartitionSpec) else value))
+        rows.append((regex, _on_mesh_axes(value, axes, where) if isinstance(value, PartitionSpec) else value))
     return rows
 
 
-def _renamed(spec: PartitionSpec, axes: Mapping[str, Axis], where: str) -> PartitionSpec:
-    """The spec over the axes of the mesh."""
+def _on_mesh_axes(spec: PartitionSpec, axes: Mapping[str, Axis], where: str) -> PartitionSpec:
+    """Replaces the axes of a table by mesh axes in a spec."""
     for axis in spec_axes(spec):
         if axis not in axes:
             raise RuleError(
                 f'{where}: {spec} names {axis!r}; the axes of a table are {", ".join(axes)}, and the '
-                'arguments of these names say what each is on the mesh'
+                'arguments with these names map them to mesh axes'
             )
-    names = [
+    mesh_axes = [
         [name for axis in entry_axes(entry) for name in entry_axes(axes[axis])] for entry in entries(spec)
     ]
-    return PartitionSpec(*map(canonical_entry, names))
+    return PartitionSpec(*map(canonical_entry, mesh_axes))
 
 
 # --- The tables ----------------------------------------------------------------------------------
@@ -310,23 +314,23 @@ _COLUMN = PartitionSpec('fsdp', 'tp')  # (in, out) of a column-parallel layer
 _ROW = PartitionSpec('tp', 'fsdp')  # (in, out) of a row-parallel layer; (vocabulary, features)
 _VECTOR = PartitionSpec(None)
 
-_REST = ''  # is found in every path
+_REST = ''  # matches every path
 _BEGIN = '(^|/)'
 _END = '(/value)?$'  # flax's boxes and variables hold their arrays as `value`
 
-# Attention: Hugging Face's; equinox's MultiheadAttention; flax's. A path that ends with `value` is any boxed
-# array, unless it ends with `attention/value`.
+# Attention: Hugging Face's; equinox's MultiheadAttention; flax's. A last key `value` is flax's box of any
+# array, except in `attention/value`.
 _QKV = '[qkv]_proj|(query|key|value)_proj|query|key|value(?=/)|(self_)?(attention|attn)/value'
 _OUT = 'o_proj|out|out_proj|output_proj'
 
 
 def _named(names: str) -> str:
-    """The regex of leaves whose path ends with one of these names."""
+    """Returns the regex of leaves whose path ends with one of these names."""
     return f'{_BEGIN}({names}){_END}'
 
 
 def _matrices(names: str, spec: PartitionSpec) -> Table:
-    """Matrices by these names; the spec is for (in, out), perhaps of several experts."""
+    """Returns the rows of matrices with these names; *spec* is for (in, out), after any expert dimension."""
     *first, inputs, outputs = spec
     return (
         (f'{_BEGIN}({names})(/kernel)?{_END}', spec),
@@ -335,22 +339,22 @@ def _matrices(names: str, spec: PartitionSpec) -> Table:
 
 
 def _pairs(first: str, second: str) -> Table:
-    """Megatron's pair: the first matrices are column-parallel, the second ones row-parallel."""
+    """Returns the rows of Megatron's pairs: column-parallel matrices, then row-parallel ones."""
     return (
         *_matrices(first, _COLUMN),
         *_matrices(second, _ROW),
         (_named(f'({first})/bias'), PartitionSpec('tp')),
-        # Added after the sum over tp, hence replicated.
+        # Replicated, because it is added after the sum over tp.
         (_named(f'({second})/bias'), _VECTOR),
     )
 
 
 def _embeddings(names: str) -> Table:
-    """(vocabulary, features): ``embedding`` in flax, ``weight`` in equinox."""
+    """Returns the row of embeddings (vocabulary, features): ``embedding`` in flax, ``weight`` in equinox."""
     return ((_named(f'({names})/(embedding|weight)'), _ROW),)
 
 
-# Vectors, so that a matrix with a norm in its name is an error and not replicated.
+# Of rank one, so that a matrix with "norm" in its name is an error instead of being replicated.
 _NORMS: Table = ((_named(r'((?i:\w*norm\w*)|ln_\w+|\w+_ln)/(scale|weight|kernel|bias)'), _VECTOR),)
 
 SPLIT_HEADS: Table = (
@@ -358,9 +362,9 @@ SPLIT_HEADS: Table = (
     (_named(f'({_QKV})/bias'), PartitionSpec('tp', None)),
     (_named(f'({_OUT})/kernel'), PartitionSpec('tp', None, 'fsdp')),
 )
-"""Attention whose heads are a dimension: heads over tp, as in Megatron-LM. To be put in front of a table.
+"""Attention with a dimension for heads: heads over tp, as in Megatron-LM. Put these rows in front of a table.
 
-Only there: without such heads, these rows would match stacked layers for which `stacked` is missing.
+Use them only for such models: in other models they would match stacked layers if `stacked` is missing.
 """
 
 LLAMA: Table = (
@@ -372,7 +376,7 @@ LLAMA: Table = (
     ),
     *_NORMS,
 )
-"""LLaMA and decoders that name their parameters alike (Mistral, Qwen): Megatron-LM's pairs.
+"""LLaMA and decoders with the same parameter names (Mistral, Qwen): Megatron-LM's pairs.
 
 Names: ``modeling_flax_llama.py`` of huggingface/transformers 4, ``models/llama`` of young-geng/EasyLM,
 ``layers/attentions.py`` and ``layers/linears.py`` of AI-Hypercomputer/maxtext.
@@ -387,19 +391,20 @@ GEMMA: Table = (
     (_named('linear(/w)?'), _ROW),  # (hidden, embed)
     *LLAMA,
 )
-"""Gemma, by the names of Hugging Face and others (see `LLAMA`) and those of Google DeepMind's library.
+"""Gemma, with the names of Hugging Face and others (see `LLAMA`) and of Google DeepMind's library.
 
-There (``gm/nn/_modules.py`` of google-deepmind/gemma) ``gating_einsum`` is (2, hidden, embed), as in Gemma 2
-9B and 27B and in Gemma 3 (``transpose_gating_einsum=True``); the others have (2, embed, hidden), which take a
-row of your own, ``('gating_einsum', PartitionSpec(None, 'fsdp', 'tp'))``. Encoders of images have no rows.
+In that library (``gm/nn/_modules.py`` of google-deepmind/gemma), ``gating_einsum`` is (2, hidden, embed) for
+Gemma 2 9B and 27B and for Gemma 3 (``transpose_gating_einsum=True``). The other models have (2, embed,
+hidden) and need your own row, ``('gating_einsum', PartitionSpec(None, 'fsdp', 'tp'))``. Image encoders have
+no rows.
 """
 
 _EXPERTS = r'(experts|MoeBlock_\d+)'
 
 MIXTRAL: Table = (
-    # Split over neither tp nor expert: every device routes its own tokens.
+    # Routers are not sharded over tp and expert, because every device routes its own tokens.
     *_matrices(r'(block_sparse_moe|MoeBlock_\d+|moe|mlp)/(gate|router)', PartitionSpec('fsdp', None)),
-    # One expert an array: no dimension of experts, so that their axis helps fsdp.
+    # With one array for each expert there is no expert dimension, so the expert axis is used with fsdp.
     *_matrices(r'experts/\d+/(w[13]|gate_proj|up_proj)', PartitionSpec(('expert', 'fsdp'), 'tp')),
     *_matrices(r'experts/\d+/(w2|down_proj)', PartitionSpec('tp', ('expert', 'fsdp'))),
     # All experts of a layer in one array: (experts, in, out).
@@ -409,7 +414,7 @@ MIXTRAL: Table = (
     *_matrices(f'{_EXPERTS}/(w2|wo|down_proj|down)', PartitionSpec('expert', 'tp', 'fsdp')),
     *LLAMA,
 )
-"""Mixtral: experts over their own axis, as in GShard and Switch Transformers, and the rest as in `LLAMA`.
+"""Mixtral: experts over their own axis, as in GShard and Switch Transformers, and otherwise as in `LLAMA`.
 
 Names: ``models/mixtral`` of huggingface/transformers 4, ``layers/moe.py`` of AI-Hypercomputer/maxtext.
 """
@@ -424,7 +429,7 @@ GPT: Table = (
     ),
     *_NORMS,
 )
-"""GPT decoders: Megatron-LM's pairs. Tables of positions are sharded as those of words.
+"""GPT decoders: Megatron-LM's pairs. Position embeddings are sharded as word embeddings are.
 
 Names: ``models/gptj``, ``gpt_neo``, ``gpt_neox`` and ``gpt2`` of huggingface/transformers 4.
 """
@@ -434,16 +439,16 @@ GPT2: Table = (
     (_named('(c_attn|q_attn|c_fc)/weight|c_proj/kernel'), _COLUMN),
     *GPT,
 )
-"""Hugging Face's GPT-2: Megatron-LM's pairs, on transposed matrices.
+"""Hugging Face's GPT-2: Megatron-LM's pairs, for transposed matrices.
 
-Its ``FlaxConv1D`` keeps ``kernel`` as (out, in), and the ``Conv1D`` of PyTorch keeps ``weight`` as (in, out).
+Its ``FlaxConv1D`` stores ``kernel`` as (out, in); the ``Conv1D`` of PyTorch stores ``weight`` as (in, out).
 """
 
 _PATCHES = 'patch_embeddings/projection|patch_embed/proj|embedding'
 _HEADS = 'classifier|head|fc|pooler/dense|pre_logits'
 
 VIT: Table = (
-    # Patches of (height, width, colours, features): of these only the features are many.
+    # (height, width, colours, features), of which only the features are large enough to shard.
     (_named(f'({_PATCHES})/kernel'), PartitionSpec(None, None, None, 'fsdp')),
     (_named(f'({_PATCHES})/weight'), PartitionSpec('fsdp', None, None, None)),
     (_named(f'({_PATCHES})/bias'), REPLICATED),
@@ -458,7 +463,7 @@ VIT: Table = (
     ),
     *_NORMS,
 )
-"""Vision transformers: Megatron-LM's pairs; patches and positions over fsdp only.
+"""Vision transformers: Megatron-LM's pairs; patch and position embeddings over fsdp only.
 
 Names: ``modeling_flax_vit.py`` of huggingface/transformers 4, google-research/vision_transformer,
 ``models/vit.py`` of google-research/big_vision, ``models/classification/vit.py`` of paganpasta/eqxvision.
@@ -473,10 +478,10 @@ T5: Table = (
     *_matrices(f'(SelfAttention|EncDecAttention)/o|{_OUT}|wo', _ROW),
     *_NORMS,
 )
-"""T5, of Hugging Face and of T5X: Megatron-LM's pairs, and its layout of cross-attention alike.
+"""T5 of Hugging Face and of T5X: Megatron-LM's pairs, in cross-attention too.
 
-Names: ``modeling_flax_t5.py`` of huggingface/transformers 4, ``examples`` of google-research/t5x. Where T5X
-keeps heads as a dimension (``scalable_t5``), put `SPLIT_HEADS` in front.
+Names: ``modeling_flax_t5.py`` of huggingface/transformers 4, ``examples`` of google-research/t5x. For T5X
+models with a dimension for heads (``scalable_t5``), put `SPLIT_HEADS` in front.
 """
 
 # --- The layouts ---------------------------------------------------------------------------------
@@ -491,9 +496,9 @@ TENSOR_PARALLEL: ActivationSpecs = MappingProxyType(
         'logits': PartitionSpec('batch', None, 'tp'),
     }
 )
-"""Megatron-LM's tensor parallelism: heads, hidden units and the vocabulary over tp; the residual is not.
+"""Megatron-LM's tensor parallelism: heads, hidden units and the vocabulary over tp, but not the residual.
 
-Functions that are partitioned along their batch need none of it.
+Functions that are partitioned along their batch do not need it.
 """
 
 SEQUENCE_PARALLEL: ActivationSpecs = MappingProxyType(
@@ -501,9 +506,9 @@ SEQUENCE_PARALLEL: ActivationSpecs = MappingProxyType(
 )
 """Megatron-LM's sequence parallelism (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
 
-The sum over tp after a block becomes a reduce-scatter, and an all-gather comes before the next block; both
-together move as much. The residual, which each layer saves for the backward pass, takes a fraction of the
-memory.
+The all-reduce over tp after a block becomes a reduce-scatter, with an all-gather before the next block; the
+two move as many bytes as the all-reduce. The residual, which each layer saves for the backward pass, needs
+only a fraction of the memory.
 """
 
 EXPERT_PARALLEL: ActivationSpecs = MappingProxyType(
@@ -516,11 +521,11 @@ EXPERT_PARALLEL: ActivationSpecs = MappingProxyType(
 )
 """GShard's layout of experts (Lepikhin et al., arXiv:2006.16668, section 3): two all-to-alls in each layer.
 
-The batch is sharded over the axis of the experts too: ``PartitionSpec((*batch, expert))``. The tokens of each
-expert are named twice, before and after they travel, and so are the results.
+The batch is also sharded over the expert axis: ``PartitionSpec((*batch, expert))``. The tokens of each expert
+are named twice, before and after the all-to-all, and so are the outputs.
 """
 
 REGEXES = frozenset(
     [_REST, *(row[0] for table in (SPLIT_HEADS, GEMMA, MIXTRAL, GPT2, VIT, T5) for row in table)]
 )
-"""The regexes of the catalogue itself. In any one model most of them match nothing, which is not an error."""
+"""The regexes of all tables. In any one model most of them match nothing, which is not an error."""

@@ -308,7 +308,7 @@ STAR = '; several pairs are given with a star: *pairs'
             (('w', P(None, 'fdsp')),),
             {},
             f"{ROW_0}{P(None, 'fdsp')} names 'fdsp'; the axes of a table are fsdp, "
-            'tp, expert, and the arguments of these names say what each is on the mesh',
+            'tp, expert, and the arguments with these names map them to mesh axes',
         ),
         (LLAMA, {'fsdp': 3}, 'catalogue.rule: fsdp is a mesh axis, a tuple of them or None, got 3'),
         (
@@ -461,7 +461,7 @@ def test_activations():
             {'x': P('fsdp')},
             {},
             f"catalogue.activations, 'x': {P('fsdp')} names 'fsdp'; the axes of a table are "
-            'batch, tp, expert, and the arguments of these names say what each is on the mesh',
+            'batch, tp, expert, and the arguments with these names map them to mesh axes',
         ),
         *[
             (
