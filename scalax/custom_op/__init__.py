@@ -1,7 +1,7 @@
-"""Operations with a partitioning of their own: a function of blocks, and a rule about its dimensions.
+"""Operations with custom partitioning: a function of local blocks, and a rule that relates their dimensions.
 
-They run inside and outside of ``jax.jit`` on any mesh, and can be differentiated. `MeshShardingHelper.verify`
-compares one under a sharding with one device.
+They run inside and outside ``jax.jit`` on any mesh, and can be differentiated. `MeshShardingHelper.verify`
+compares the results on a mesh with the results on one device.
 
 Example:
     >>> from scalax.custom_op import sharded_op

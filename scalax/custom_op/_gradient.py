@@ -1,4 +1,4 @@
-"""The gradient of an operation: the one it was given, or that of its function on whole arrays."""
+"""The gradient of an operation: the user's, or the gradient of its function on global arrays."""
 
 from __future__ import annotations
 
@@ -10,102 +10,104 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
 from scalax._core.pytree.partition_specs import MeshAxes
-from scalax.custom_op._run import Operation, Results, as_laid_out, explicit_layout, mesh_of, resharded, run
+from scalax.custom_op._run import Operation, Results, apply_layout, explicit_layout, mesh_of, reshard_to, run
 from scalax.errors import ArgumentError
 
 Gradient = tuple[Callable[..., Any], Callable[..., Any]]
-"""A function that returns results and residuals, and one that returns cotangents of operands."""
+"""A function that returns results and residuals, and one that returns the cotangents of operands."""
 
 
 def differentiable(operation: Operation, gradient: Gradient | None) -> Callable[..., Results]:
-    """The operation as a function that JAX can differentiate.
+    """Returns the operation as a function that JAX can differentiate.
 
     Args:
         operation: the operation.
-        gradient: how it is differentiated; None: as its function on whole arrays.
+        gradient: the user's gradient; None for the gradient of its function on global arrays.
     """
 
     def call(*operands: Any) -> Results:
         return run(operation, *operands)
 
-    def forwards(*operands: Any) -> tuple[Results, Any]:
+    def forward(*operands: Any) -> tuple[Results, Any]:
         if gradient is None:
             return with_gradient(*operands), (operands, ())  # it may be differentiated again
-        returned, results = as_tuple(gradient[0](*operands)), len(operation.factor_map.results)
-        return returned[:results], (operands, returned[results:])
+        outputs, num_results = as_tuple(gradient[0](*operands)), len(operation.factor_map.results)
+        return outputs[:num_results], (operands, outputs[num_results:])
 
-    def backwards(kept: Any, cotangents: Results) -> tuple[Any, ...]:
-        operands, residuals = kept
+    def backward(saved: Any, cotangents: Results) -> tuple[Any, ...]:
+        operands, residuals = saved
         if gradient is None:
-            grads = _plain_gradient(operation, operands, cotangents)
+            grads = _global_gradient(operation, operands, cotangents)
         else:
             grads = as_tuple(gradient[1](*operands, *residuals, *_floating(cotangents)))
-        return _for_operands(operation, operands, grads)
+        return _operand_cotangents(operation, operands, grads)
 
     with_gradient = jax.custom_vjp(call)
-    with_gradient.defvjp(forwards, backwards)
+    with_gradient.defvjp(forward, backward)
     return with_gradient
 
 
-def _for_operands(operation: Operation, operands: Sequence[Any], grads: Results) -> tuple[Any, ...]:
-    """One cotangent for each operand, of its type; None for those that have none."""
-    real = [i for i, operand in enumerate(operands) if is_real(operand)]
-    if len(grads) != len(real):
-        names = ', '.join(operation.labels[i] for i in real)
+def _operand_cotangents(operation: Operation, operands: Sequence[Any], grads: Results) -> tuple[Any, ...]:
+    """Returns one cotangent for each operand, with its sharding; None for operands without a gradient."""
+    differentiable_indices = [i for i, operand in enumerate(operands) if has_gradient(operand)]
+    if len(grads) != len(differentiable_indices):
+        names = ', '.join(operation.labels[i] for i in differentiable_indices)
         raise ArgumentError(
             f'{operation.name}.defvjp: backward has to return one cotangent for each floating-point operand '
             f'({names}), got {len(grads)}'
         )
-    typed = {i: _typed_like(grad, operands[i]) for i, grad in zip(real, grads, strict=True)}
-    return tuple(typed.get(i) for i in range(len(operands)))
+    cotangents = {
+        i: _with_sharding_of(operands[i], grad) for i, grad in zip(differentiable_indices, grads, strict=True)
+    }
+    return tuple(cotangents.get(i) for i in range(len(operands)))
 
 
-def as_tuple(returned: Any) -> tuple[Any, ...]:
-    """What a function returned, one array or several, as a tuple."""
-    return tuple(returned) if isinstance(returned, tuple | list) else (returned,)
+def as_tuple(outputs: Any) -> tuple[Any, ...]:
+    """Returns the outputs of a function, one array or several, as a tuple."""
+    return tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
 
 
-def is_real(operand: Any) -> bool:
-    """Whether an array has a gradient."""
+def has_gradient(operand: Any) -> bool:
+    """Whether JAX computes gradients of arrays of this dtype."""
     return jnp.issubdtype(operand.dtype, jnp.inexact)
 
 
 def _floating(cotangents: Sequence[Any]) -> Results:
-    """Cotangents without those of arrays that have no gradient."""
-    return tuple(each for each in cotangents if each.dtype != jax.dtypes.float0)
+    """Drops the cotangents of arrays that have no gradient."""
+    return tuple(cotangent for cotangent in cotangents if cotangent.dtype != jax.dtypes.float0)
 
 
-def _plain_gradient(operation: Operation, operands: Sequence[Any], cotangents: Results) -> Results:
-    """The gradient of the function on whole arrays; the compiler partitions it."""
+def _global_gradient(operation: Operation, operands: Sequence[Any], cotangents: Results) -> Results:
+    """Returns the gradient of the function on global arrays, which the compiler partitions."""
 
-    def pull(operands: Sequence[Any], cotangents: Results) -> Results:
-        _, back = jax.vjp(operation.plain, *operands)
-        return _floating(back(cotangents))
+    def pullback(operands: Sequence[Any], cotangents: Results) -> Results:
+        _, vjp = jax.vjp(operation.on_global_arrays, *operands)
+        return _floating(vjp(cotangents))
 
     mesh = mesh_of(operands)
     if AxisType.Explicit not in mesh.axis_types:
-        return pull(operands, cotangents)
-    # The function was not written for types with shardings.
+        return pullback(operands, cotangents)
+    # The function need not support types with shardings, so it runs over Auto axes.
     with jax.sharding.use_abstract_mesh(mesh):
-        # In the layout of the operation itself: XLA (of JAX 0.12.0.1) may end the process where one program
-        # has an operand of a product in two shardings.
+        # The operands get the layout of the operation, because XLA (of JAX 0.12.0.1) may abort the process if
+        # one program has an operand of a matmul in two shardings.
         layout = explicit_layout(operation, mesh, operands)
-        operands = as_laid_out(layout, mesh, operands)
-        pulled: Results = jax.sharding.auto_axes(
-            pull,
+        operands = apply_layout(layout, mesh, operands)
+        grads: Results = jax.sharding.auto_axes(
+            pullback,
             axes=tuple(MeshAxes.of(mesh).of_type(AxisType.Explicit)),
             out_sharding=tuple(
                 NamedSharding(mesh, layout.spec(factors))
                 for operand, factors in zip(operands, operation.factor_map.operands, strict=True)
-                if is_real(operand)
+                if has_gradient(operand)
             ),
         )(operands, cotangents)
-    return pulled
+    return grads
 
 
-def _typed_like(grad: Any, operand: Any) -> Any:
-    """The cotangent with the sharding that the type of its operand has over Explicit axes."""
-    wanted = jax.typeof(operand).sharding
-    if AxisType.Explicit not in wanted.mesh.axis_types:
+def _with_sharding_of(operand: Any, grad: Any) -> Any:
+    """Reshards a cotangent to the sharding that the type of its operand has over Explicit axes."""
+    sharding = jax.typeof(operand).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
         return grad
-    return resharded(grad, NamedSharding(wanted.mesh, wanted.spec))
+    return reshard_to(grad, NamedSharding(sharding.mesh, sharding.spec))

@@ -1,4 +1,4 @@
-"""The mesh axes of each factor in one call, and the context from which the user's function reads them."""
+"""The layout of one call, from factors to mesh axes, and the context that the user's function receives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scalax.custom_op._rule import FactorMap, Factors
 from scalax.errors import RuleError, did_you_mean
 
 Axes = Mapping[str, tuple[str, ...]]
-"""Factor -> mesh axes, of the factors that are sharded."""
+"""Sharded factor -> its mesh axes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class FactorLayout:
 
     Attributes:
         factor_map: the factors of the operands and the results.
-        axes: the mesh axes of each factor that is sharded, the outermost first.
+        axes: the mesh axes of each sharded factor, the outermost first.
         sizes: the sizes of the mesh axes.
     """
 
@@ -34,17 +34,17 @@ class FactorLayout:
     sizes: Mapping[str, int]
 
     @classmethod
-    def of_specs(
+    def from_specs(
         cls, factor_map: FactorMap, specs: Sequence[PartitionSpec], sizes: Mapping[str, int]
     ) -> FactorLayout:
-        """The layout that moves least.
+        """Chooses a layout that moves little data.
+
+        If arrays disagree, the largest operand takes precedence, then the next largest; results come last.
 
         Args:
             factor_map: the factors.
-            specs: the specs of the operands, and then those wanted for the results.
-            sizes: the sizes of the mesh axes that count; others are left alone.
-
-        Where arrays disagree the largest operand counts, then the next; results come last.
+            specs: the specs of the operands, followed by the requested specs of the results.
+            sizes: the sizes of the mesh axes to use; others are ignored.
         """
         arrays = [*factor_map.operands, *factor_map.results]
         elements = [
@@ -68,15 +68,15 @@ class FactorLayout:
         return cls(factor_map, axes, sizes)
 
     def spec(self, factors: Factors) -> PartitionSpec:
-        """The spec of an array with these factors."""
+        """Returns the spec of an array with these factors."""
         return canonical(PartitionSpec(*[self.axes.get(factor, ()) if factor else () for factor in factors]))
 
 
 class FactorContext:
-    """The first argument of the function of a `sharded_op`.
+    """The first argument of the function of a `sharded_op`: collectives over factors.
 
-    Every method takes the name of a factor, or several names in a tuple. Where a factor is not sharded, as on
-    one device, there is one block: collectives then return what they are given.
+    Every method takes the name of a factor, or several names in a tuple. An unsharded factor, as on one
+    device, has one block, and collectives then return their argument.
     """
 
     def __init__(
@@ -84,26 +84,26 @@ class FactorContext:
         factors: tuple[str, ...],
         axes: Mapping[str, tuple[str, ...]],
         sizes: Mapping[str, int],
-        typed: bool = False,
+        check_vma: bool = False,
     ) -> None:
-        """Made by scalax.
+        """Created by scalax.
 
         Args:
-            factors: all names.
-            axes: the mesh axes of the factors that are sharded.
-            sizes: the sizes of mesh axes.
-            typed: whether JAX tracks which values differ between devices.
+            factors: the names of all factors.
+            axes: the mesh axes of the sharded factors.
+            sizes: the sizes of the mesh axes.
+            check_vma: whether JAX tracks which values vary over mesh axes.
         """
-        self._factors, self._axes, self._sizes, self._typed = factors, axes, sizes, typed
+        self._factors, self._axes, self._sizes, self._check_vma = factors, axes, sizes, check_vma
         self._combined: set[str] = set()
 
     @property
     def combined(self) -> frozenset[str]:
-        """The factors along which the function has communicated so far."""
+        """The factors that the function has called collectives over so far."""
         return frozenset(self._combined)
 
     def axis_names(self, factor: str | tuple[str, ...]) -> tuple[str, ...]:
-        """The mesh axes that a factor is sharded over, the outermost first; none if it is unsharded."""
+        """Returns the mesh axes that shard a factor, the outermost first; none if it is unsharded."""
         names = (factor,) if isinstance(factor, str) else tuple(factor)
         for name in names:
             if name not in self._factors:
@@ -111,55 +111,56 @@ class FactorContext:
         return tuple(axis for name in names for axis in self._axes.get(name, ()))
 
     def size(self, factor: str | tuple[str, ...]) -> int:
-        """The number of blocks along a factor."""
+        """Returns the number of blocks along a factor."""
         return math.prod(self._sizes[axis] for axis in self.axis_names(factor))
 
     def index(self, factor: str | tuple[str, ...]) -> jax.Array:
-        """Which block along a factor this device has: an int32 scalar, 0 for the first."""
+        """Returns the index of this device's block along a factor, as an int32 scalar."""
         axes = self.axis_names(factor)
         return jax.lax.axis_index(axes) if axes else jnp.zeros((), jnp.int32)
 
     def psum(self, x: Any, factor: str | tuple[str, ...]) -> Any:
-        """The sum over the blocks of a factor, of every leaf of *x*."""
-        axes = self._communicates(factor)
+        """Sums every leaf of *x* over the blocks of a factor."""
+        axes = self._axes_to_combine(factor)
         return jax.lax.psum(x, axes) if axes else x
 
     def pmax(self, x: Any, factor: str | tuple[str, ...]) -> Any:
-        """The maximum over the blocks of a factor, of every leaf of *x*."""
-        axes = self._communicates(factor)
+        """Returns the maximum of every leaf of *x* over the blocks of a factor."""
+        axes = self._axes_to_combine(factor)
         return jax.lax.pmax(x, axes) if axes else x
 
     def pmin(self, x: Any, factor: str | tuple[str, ...]) -> Any:
-        """The minimum over the blocks of a factor, of every leaf of *x*."""
-        axes = self._communicates(factor)
+        """Returns the minimum of every leaf of *x* over the blocks of a factor."""
+        axes = self._axes_to_combine(factor)
         return jax.lax.pmin(x, axes) if axes else x
 
     def all_gather(self, x: Any, factor: str | tuple[str, ...], *, axis: int = 0, tiled: bool = False) -> Any:
-        """The values of all blocks of a factor, as ``jax.lax.all_gather``.
+        """Gathers *x* from all blocks of a factor, as ``jax.lax.all_gather`` does.
 
         Args:
             x: arrays.
             factor: the factor.
-            axis: the dimension along which they are put together.
-            tiled: whether that is a dimension that *x* has; by default it is a new one.
+            axis: the dimension to gather along.
+            tiled: whether to concatenate along a dimension of *x*; by default the dimension is a new one.
         """
-        axes = self._communicates(factor)
+        axes = self._axes_to_combine(factor)
         if not axes:
             return x if tiled else jax.tree.map(lambda leaf: jnp.expand_dims(leaf, axis), x)
-        # Without types of blocks the two are the same.
-        to = 'invarying' if self._typed else 'varying'
+        # With check_vma=False the two are equivalent.
+        to = 'invarying' if self._check_vma else 'varying'
         return jax.lax.all_gather(x, axes, axis=axis, tiled=tiled, to=to)
 
     def all_to_all(
         self, x: Any, factor: str | tuple[str, ...], split_axis: int, concat_axis: int, *, tiled: bool = False
     ) -> Any:
-        """Sends a part of *x* to each block of a factor, as ``jax.lax.all_to_all``."""
-        axes = self._communicates(factor)
+        """Sends a part of *x* to each block of a factor, as ``jax.lax.all_to_all`` does."""
+        axes = self._axes_to_combine(factor)
         if axes:
             return jax.lax.all_to_all(x, axes, split_axis, concat_axis, tiled=tiled)
         return x if tiled else jax.tree.map(lambda leaf: jnp.moveaxis(leaf, split_axis, concat_axis), x)
 
-    def _communicates(self, factor: str | tuple[str, ...]) -> tuple[str, ...]:
+    def _axes_to_combine(self, factor: str | tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the mesh axes of a factor, and records it as combined."""
         axes = self.axis_names(factor)
         self._combined.update((factor,) if isinstance(factor, str) else factor)
         return axes

@@ -1,19 +1,18 @@
-"""Operations with their own partitioning: a function of local blocks, and a rule in einops notation.
+"""`sharded_op`: operations defined by a function of local blocks and a rule in einops notation.
 
-The parser of named dimensions reads the rule once. It determines Shardy's rule, the sharding of factors, and
-the specs of operands and results.
+The rule determines Shardy's rule, the sharding of factors, and the specs of operands and results. `_run`
+lists the three ways to run an operation, by the types of the mesh axes. Inside a partly manual `shard_map`,
+the compiler partitions the function on global arrays. If a spec repeats an axis or does not divide, or if
+operands disagree, `_layout` decides, in the same way in all three cases.
 
-Three ways to run, by the types of the mesh axes, are listed in `_run`. Inside a partly manual `shard_map`,
-the compiler partitions the plain function. If a spec repeats an axis or does not divide, or operands
-disagree, `_layout` decides, the same way in all three.
+**Transformations.** `custom_partitioning` can be neither mapped nor differentiated. A call is therefore
+`custom_vjp` over `custom_vmap` over one of the three, all inside one `jax.jit`, because an eager call would
+not be partitioned. Mapping adds a factor to the rule.
 
-Transformations. `custom_partitioning` can be neither mapped nor differentiated. So a call is `custom_vjp`
-over `custom_vmap` over one of the three, all inside one `jax.jit`, because an eager call would otherwise not
-be partitioned. Mapping gives an operation whose rule has one more factor.
-
-Checks run during the trace. The function is traced on global arrays, to learn the results, and on blocks of
-every factor that may be sharded, on an abstract mesh with one axis for each, where JAX tracks which values
-vary. Factors of equal size are cut differently, so that swapped dimensions are detected.
+**Checks** run during tracing (`_check`). The function is traced on global arrays, to determine the results,
+and on blocks of every factor that may be sharded, over an abstract mesh with one axis for each factor, where
+JAX tracks which values vary. Factors of equal size get different numbers of blocks, to detect swapped
+dimensions.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 import jax
 
 from scalax._core.pytree.paths import is_prng_key
+from scalax.custom_op._check import check_operation
 from scalax.custom_op._gradient import Gradient, as_tuple, differentiable
 from scalax.custom_op._rule import Rule, match_rule, parse_rule
 from scalax.custom_op._run import Operation, Results
-from scalax.custom_op._verify import verified
 from scalax.errors import ArgumentError, RuleError, checked_flag, plural
 
-Given = ParamSpec('Given')
+Params = ParamSpec('Params')
 Result = TypeVar('Result')
 
 
@@ -42,29 +41,30 @@ def sharded_op(
     reduction_factors: Iterable[str] = (),
     need_replication_factors: Iterable[str] = (),
     check_vma: bool = True,
-) -> Callable[[Callable[Concatenate[Any, Given], Result]], ShardedOp[Given, Result]]:
-    """Makes an operation on sharded arrays of a function on their blocks; a decorator.
+) -> Callable[[Callable[Concatenate[Any, Params], Result]], ShardedOp[Params, Result]]:
+    """Defines an operation on sharded arrays by a function on their blocks; a decorator.
 
-    The function's first parameter is a `FactorContext`, then come the operands, one for each of the rule,
-    then static arguments, which are keyword-only. On each device it is given the blocks of the operands that
-    it holds, and returns the blocks of the results: one array, or a tuple. Where nothing is sharded the
-    blocks are the arrays.
+    The function's first parameter is a `FactorContext`. The operands follow, one for each operand of the
+    rule, and then static arguments, which are keyword-only. On each device the function receives the blocks
+    of the operands that the device holds, and returns the blocks of the results: one array, or a tuple. If
+    nothing is sharded, the blocks are the global arrays.
 
     Args:
-        rule: which dimensions belong together, as in ``'b v, b -> b'``: operands, separated by commas, and
-            results; each dimension the name of a *factor*. Nothing stands for a scalar, ``_`` for a dimension
-            that is never sharded, a number for one of that size. A factor of results only is never sharded.
-        reduction_factors: factors whose blocks the function combines (``ctx.psum``); they are in no result.
+        rule: the operands and the results, separated by commas, as in ``'b v, b -> b'``. Each dimension is
+            the name of a *factor*; dimensions of one factor are sharded in the same way. An empty operand is
+            a scalar, ``_`` a dimension that is never sharded, a number a dimension of that size. A factor
+            that only results have is never sharded.
+        reduction_factors: factors whose blocks the function combines (``ctx.psum``); no result has them.
         need_replication_factors: factors that the function needs unsharded.
-        check_vma: whether JAX tracks, while it traces, which values differ between devices, so that a
+        check_vma: whether JAX tracks, while it traces, which values vary over mesh axes, so that a
             forgotten ``ctx.psum`` is an error; as in ``jax.shard_map``. ``pallas_call`` and some loops need
-            False: then the only check is that the blocks of every reduction factor are combined somehow.
+            False; the only check is then that the function combines the blocks of every reduction factor.
 
     Returns:
-        A decorator that makes a `ShardedOp`.
+        A decorator that returns a `ShardedOp`.
 
     Raises:
-        RuleError: the rule is invalid, or the function has other operands.
+        RuleError: the rule is invalid, or has another number of operands than the function.
 
     Example:
         >>> import numpy as np
@@ -75,42 +75,41 @@ def sharded_op(
         [30.0, 30.0]
     """
     checked_flag('check_vma', check_vma)
-    read = parse_rule(rule, reduction_factors, need_replication_factors)
+    parsed_rule = parse_rule(rule, reduction_factors, need_replication_factors)
 
-    def decorate(fun: Callable[Concatenate[Any, Given], Result]) -> ShardedOp[Given, Result]:
-        return ShardedOp(fun, read, check_vma=check_vma)
+    def decorator(fun: Callable[Concatenate[Any, Params], Result]) -> ShardedOp[Params, Result]:
+        return ShardedOp(fun, parsed_rule, check_vma=check_vma)
 
-    return decorate
+    return decorator
 
 
-class ShardedOp(Generic[Given, Result]):
-    """What `sharded_op` makes: called with global arrays, it runs on the blocks of each device.
+class ShardedOp(Generic[Params, Result]):
+    """An operation on global arrays, which runs on the blocks of each device; the result of `sharded_op`.
 
-    Works inside and outside of ``jax.jit`` and `sjit`, under ``jax.grad``, ``jax.vmap`` and
-    ``jax.lax.scan``, over Auto and Explicit mesh axes. Inside ``shard_map`` its operands are the blocks
-    there. The gradient is that of the function on global arrays, which the compiler partitions, unless
-    `defvjp` gives another.
+    Works inside and outside ``jax.jit`` and `sjit`, under ``jax.grad``, ``jax.vmap`` and ``jax.lax.scan``,
+    over Auto and Explicit mesh axes. Inside ``shard_map`` its operands are already blocks. The gradient is
+    that of the function on global arrays, which the compiler partitions, unless `defvjp` sets another.
 
     Attributes:
         rule: the text of the rule.
     """
 
     def __init__(
-        self, fun: Callable[Concatenate[Any, Given], Result], rule: Rule, *, check_vma: bool
+        self, fun: Callable[Concatenate[Any, Params], Result], rule: Rule, *, check_vma: bool
     ) -> None:
-        """Made by `sharded_op`."""
+        """Created by `sharded_op`."""
         functools.update_wrapper(self, fun)
         self._name = getattr(fun, '__name__', type(fun).__name__)
         self._fun, self._rule, self._check_vma = fun, rule, check_vma
         self._labels = self._operand_names()
         self.rule = rule.text
         self._gradient: Gradient | None = None
-        self._reset()
+        self._build()
 
     def __repr__(self) -> str:
         return f'<sharded_op {self._name}: {self.rule!r}>'
 
-    def __call__(self, *operands: Given.args, **static: Given.kwargs) -> Result:
+    def __call__(self, *operands: Params.args, **static: Params.kwargs) -> Result:
         """Runs the operation.
 
         Args:
@@ -119,19 +118,21 @@ class ShardedOp(Generic[Given, Result]):
 
         Raises:
             ArgumentError: the operands do not fit the rule.
-            RuleError: the results of the function contradict the rule, or it forgot a factor.
+            RuleError: the results of the function contradict the rule, or it does not combine a factor.
         """
-        returned: Result = self._jitted(*operands, **static)
-        return returned
+        result: Result = self._jitted(*operands, **static)
+        return result
 
     def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
-        """Gives the operation its gradient, by two more operations (or functions of global arrays).
+        """Sets the gradient of the operation, with two more operations (or functions of global arrays).
+
+        Both also receive the static arguments.
 
         Args:
-            forward: takes the operands; returns the results and, after them, what else *backward* needs (its
-                residuals). The operation itself if there are none.
+            forward: takes the operands; returns the results, followed by the residuals that *backward* needs.
+                Without residuals, pass the operation itself.
             backward: takes the operands, the residuals, and one cotangent for each floating-point result;
-                returns one for each floating-point operand. Both are given the static arguments too.
+                returns one cotangent for each floating-point operand.
 
         Example:
             >>> import jax.numpy as jnp
@@ -146,10 +147,10 @@ class ShardedOp(Generic[Given, Result]):
             Array([[0.6, 0.8]], dtype=float32)
         """
         self._gradient = forward, backward
-        self._reset()
+        self._build()
 
-    def _reset(self) -> None:
-        """Drops what was compiled."""
+    def _build(self) -> None:
+        """Creates the jitted function, and thereby drops what was compiled with another gradient."""
 
         def call(*operands: Any, **static: Any) -> Any:
             gradient = None
@@ -162,20 +163,22 @@ class ShardedOp(Generic[Given, Result]):
 
         call.__name__ = call.__qualname__ = self._name
         parameters = inspect.signature(self._fun).parameters.values()
-        static_names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+        static_names = [
+            parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
+        ]
         self._jitted = jax.jit(call, static_argnames=static_names)
 
     def _operation(self, operands: Sequence[Any], static: dict[str, Any]) -> Operation:
-        """The operation on these operands, checked."""
+        """Returns the operation on these operands, after all checks."""
         self._check_operands(operands)
 
-        def local(*args: Any) -> Results:
+        def local_fn(*args: Any) -> Results:
             return as_tuple(self._fun(*args, **static))
 
-        # Before the function sees the operands.
+        # Matched before the function is traced, so that errors about the operands come first.
         factor_map = match_rule(self._rule, self._name, dict(zip(self._labels, operands, strict=True)))
-        operation = Operation(self._name, self._labels, self._rule, local, self._check_vma, factor_map)
-        return verified(operation, operands)
+        operation = Operation(self._name, self._labels, self._rule, local_fn, self._check_vma, factor_map)
+        return check_operation(operation, operands)
 
     def _check_operands(self, operands: Sequence[Any]) -> None:
         if len(operands) != len(self._labels):
@@ -195,19 +198,19 @@ class ShardedOp(Generic[Given, Result]):
                 )
 
     def _operand_names(self) -> tuple[str, ...]:
-        """The names of the operands: those of the function's parameters.
+        """Returns the names of the function's parameters that are operands.
 
         Raises:
-            RuleError: it does not have as many as the rule.
+            RuleError: the rule has another number of operands.
         """
         parameters = inspect.signature(self._fun).parameters.values()
-        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        names = [each.name for each in parameters if each.kind in by_position]
-        wanted = len(self._rule.operands)
-        if len(names) != wanted + 1:
+        positional_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [parameter.name for parameter in parameters if parameter.kind in positional_kinds]
+        num_operands = len(self._rule.operands)
+        if len(names) != num_operands + 1:
             raise RuleError(
-                f'{self._name}: the rule {self._rule.text!r} has {plural(wanted, "operand")}, the function '
-                f'takes ({", ".join(names)}): a context first, then the operands; static arguments are '
-                'keyword-only'
+                f'{self._name}: the rule {self._rule.text!r} has {plural(num_operands, "operand")}, the '
+                f'function takes ({", ".join(names)}): a context first, then the operands; static arguments '
+                'are keyword-only'
             )
         return tuple(names[1:])

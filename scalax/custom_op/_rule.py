@@ -1,4 +1,4 @@
-"""The rule of a sharded operation, read from text and fitted to the shapes of a call."""
+"""The rule of a sharded operation: its parser, and its factors for the shapes of a call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Rule:
     """A parsed rule, such as ``'b c, -> b'``.
 
     Attributes:
-        text: as it was written.
+        text: the text of the rule.
         operands: the dimensions of each operand.
         results: the dimensions of each result.
         reduction_factors: factors whose blocks the function combines.
@@ -31,15 +31,15 @@ class Rule:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """The names of the factors, in the order in which they are written."""
+        """The names of the factors, in the order of the text."""
         return tuple(dict.fromkeys(name for name, _ in names_in(self.text)))
 
 
 def parse_rule(text: str, reduction_factors: Iterable[str], need_replication_factors: Iterable[str]) -> Rule:
-    """Reads a rule.
+    """Parses a rule.
 
     Raises:
-        RuleError: it is not one; the message points at the place.
+        RuleError: the text is not a rule; the message points at the position.
 
     Example:
         >>> rule = parse_rule('b c, -> b', ('c',), ())
@@ -55,75 +55,77 @@ def parse_rule(text: str, reduction_factors: Iterable[str], need_replication_fac
         raise pattern_error(text, len(text), "no '->' between operands and results")
     rule = Rule(
         text,
-        _arrays(text, 0, arrow),
-        _arrays(text, arrow + 2, len(text)),
-        _names(text, 'reduction_factors', reduction_factors),
-        _names(text, 'need_replication_factors', need_replication_factors),
+        _parse_arrays(text, 0, arrow),
+        _parse_arrays(text, arrow + 2, len(text)),
+        _checked_factors(text, 'reduction_factors', reduction_factors),
+        _checked_factors(text, 'need_replication_factors', need_replication_factors),
     )
-    _check_factors(rule, arrow)
+    _check_roles(rule, arrow)
     return rule
 
 
-def _arrays(text: str, start: int, stop: int) -> tuple[Pattern, ...]:
-    """The patterns between two places of a rule, which commas separate."""
+def _parse_arrays(text: str, start: int, stop: int) -> tuple[Pattern, ...]:
+    """Parses the comma-separated patterns between two positions of a rule."""
     patterns = []
     for part in text[start:stop].split(','):
-        for sign, why in (
+        for sign, reason in (
             ('(', 'a group; a dimension is one factor here'),
             ('...', "'...'; name each dimension"),
         ):
             if sign in part:
-                raise pattern_error(text, start + part.index(sign), f'{why} (reshape outside)')
+                raise pattern_error(text, start + part.index(sign), f'{reason} (reshape outside)')
         patterns.append(parse(part, text, start))
         start += len(part) + 1
     return tuple(patterns)
 
 
-def _names(text: str, option: str, names: Iterable[str]) -> tuple[str, ...]:
-    known = list(dict.fromkeys(name for name, _ in names_in(text)))
+def _checked_factors(text: str, option: str, names: Iterable[str]) -> tuple[str, ...]:
+    rule_factors = list(dict.fromkeys(name for name, _ in names_in(text)))
     names = names if isinstance(names, str) else tuple(names)
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise RuleError(f"{option} is a tuple of factors, such as ('b', 'c'), got {names!r}")
     for name in names:
-        if name not in known:
+        if name not in rule_factors:
             raise RuleError(
-                f'{option}: the rule {text!r} has no factor {name!r} ({did_you_mean(name, known)})'
+                f'{option}: the rule {text!r} has no factor {name!r} ({did_you_mean(name, rule_factors)})'
             )
     return names
 
 
-def _check_factors(rule: Rule, arrow: int) -> None:
-    """Raises about factors that nothing handles, or that are handled twice."""
-    text, reduced, whole = rule.text, rule.reduction_factors, rule.need_replication_factors
-    kept = {name: at for name, at in names_in(text) if at > arrow}
-    for name, at in names_in(text):
-        if name in reduced and name in kept:
-            raise pattern_error(
-                text, kept[name], f'{name!r} is in reduction_factors, but is also a dimension of a result'
-            )
-        if name not in kept and name not in (*reduced, *whole):
+def _check_roles(rule: Rule, arrow: int) -> None:
+    """Raises if a factor is neither reduced, replicated nor in a result, or both reduced and in a result."""
+    text, reduced, replicated = rule.text, rule.reduction_factors, rule.need_replication_factors
+    result_positions = {name: position for name, position in names_in(text) if position > arrow}
+    for name, position in names_in(text):
+        if name in reduced and name in result_positions:
             raise pattern_error(
                 text,
-                at,
+                result_positions[name],
+                f'{name!r} is in reduction_factors, but is also a dimension of a result',
+            )
+        if name not in result_positions and name not in (*reduced, *replicated):
+            raise pattern_error(
+                text,
+                position,
                 f'{name!r} is in no result: reduction_factors=({name!r},) if the function combines its '
                 f'blocks (ctx.psum), need_replication_factors=({name!r},) if it needs the entire factor',
             )
 
 
 Factors = tuple[str | None, ...]
-"""The factor of each dimension of one array; None for a dimension without one, which is never sharded."""
+"""The factor of each dimension of one array; None for a dimension that is never sharded."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FactorMap:
-    """The factors of operands and results, one entry an array.
+    """The factors of the operands and results of one call.
 
     Attributes:
         operands: the factors of each operand.
         results: the factors of each result.
         sizes: the size of each factor.
         replicated: the factors that are never sharded.
-        reduced: the factors whose blocks are combined.
+        reduced: the factors whose blocks the function combines.
     """
 
     operands: tuple[Factors, ...]
@@ -133,11 +135,16 @@ class FactorMap:
     reduced: frozenset[str]
 
     def batched(self, batched: Sequence[bool], size: int) -> FactorMap:
-        """The map under ``jax.vmap``: a new first factor, of all results and of some operands."""
-        name = f'vmap {len(self.sizes)}'  # no name of a rule holds a space
+        """Returns the map under ``jax.vmap``: a new leading factor, of all results and of some operands.
+
+        Args:
+            batched: whether each operand has the new dimension.
+            size: the size of the new dimension.
+        """
+        name = f'vmap {len(self.sizes)}'  # with a space, so that no factor of a rule has this name
         operands = [
-            (name, *factors) if more else factors
-            for factors, more in zip(self.operands, batched, strict=True)
+            (name, *factors) if is_batched else factors
+            for factors, is_batched in zip(self.operands, batched, strict=True)
         ]
         return dataclasses.replace(
             self,
@@ -147,7 +154,7 @@ class FactorMap:
         )
 
     def shardy_rule(self) -> tuple[str, dict[str, tuple[str, ...]]]:
-        """The rule as JAX's ``custom_partitioning`` takes it: its text, and its special factors."""
+        """Returns the rule for JAX's ``custom_partitioning``: its text, and its special factors."""
         names = {factor: f'f{i}' for i, factor in enumerate(self.sizes)}
         nameless: list[str] = []
 
@@ -161,67 +168,70 @@ class FactorMap:
             return ', '.join(' '.join(map(word, factors)) for factors in arrays)
 
         rule = f'{text(self.operands)} -> {text(self.results)}'
-        whole = [names[factor] for factor in self.sizes if factor in self.replicated]
+        replicated = [names[factor] for factor in self.sizes if factor in self.replicated]
         reduced = [names[factor] for factor in self.sizes if factor in self.reduced]
-        special = {'reduction_factors': reduced, 'need_replication_factors': [*whole, *nameless]}
+        special = {'reduction_factors': reduced, 'need_replication_factors': [*replicated, *nameless]}
         return rule, {kind: tuple(factors) for kind, factors in special.items()}
 
 
 def match_rule(
     rule: Rule, name: str, operands: Mapping[str, Any], results: Mapping[str, Any] | None = None
 ) -> FactorMap:
-    """Fits a rule to a call.
+    """Matches a rule with the shapes of a call.
 
     Args:
         rule: the rule.
         name: the name of the operation, for errors.
         operands: the types of the operands, by name.
-        results: the types of what the function returns for whole arrays; None where that is not known yet.
+        results: the types of the function's results for global arrays; None if they are not known yet.
 
     Raises:
         ArgumentError: the operands do not fit the rule, or one another.
-        RuleError: the results contradict it.
+        RuleError: the results contradict the rule.
     """
-    described = [
+    descriptions = [
         f'{describe_leaf(label, operand)} for {str(pattern)!r}'
         for pattern, (label, operand) in zip(rule.operands, operands.items(), strict=True)
     ]
     sizes: dict[str, tuple[int, str]] = {}
-    operand_factors, wrong = _all_factors(rule.operands, operands, sizes)
-    if wrong:
+    operand_factors, problems = _match_factors(rule.operands, operands, sizes)
+    if problems:
         raise ArgumentError(
-            message(f'{name}: the operands do not fit the rule {rule.text!r}', described, wrong)
+            error_message(f'{name}: the operands do not fit the rule {rule.text!r}', descriptions, problems)
         )
-    of_operands = set(sizes)
+    operand_factor_names = set(sizes)
     result_factors: list[Factors] = []
     if results is not None:
-        wrong = [f'the rule has {plural(len(rule.results), "result")}, the function returned {len(results)}']
+        num_results = plural(len(rule.results), 'result')
+        problems = [f'the rule has {num_results}, the function returned {len(results)}']
         if len(results) == len(rule.results):
-            result_factors, wrong = _all_factors(rule.results, results, sizes)
-        if wrong:
-            described += [describe_leaf(label, result) for label, result in results.items()]
+            result_factors, problems = _match_factors(rule.results, results, sizes)
+        if problems:
+            descriptions += [describe_leaf(label, result) for label, result in results.items()]
             raise RuleError(
-                message(f'{name}: the results contradict the rule {rule.text!r}', described, wrong)
+                error_message(
+                    f'{name}: the results contradict the rule {rule.text!r}', descriptions, problems
+                )
             )
     return FactorMap(
         tuple(operand_factors),
         tuple(result_factors),
         {factor: size for factor, (size, _) in sizes.items()},
-        # A factor of results only is made by the function, whole, on every device.
-        frozenset(rule.need_replication_factors) | (set(sizes) - of_operands),
+        # Every device computes all of a factor that only results have.
+        frozenset(rule.need_replication_factors) | (set(sizes) - operand_factor_names),
         frozenset(rule.reduction_factors),
     )
 
 
-def _all_factors(
+def _match_factors(
     patterns: Sequence[Pattern], arrays: Mapping[str, Any], sizes: dict[str, tuple[int, str]]
 ) -> tuple[list[Factors], list[str]]:
-    """The factors of some arrays, and what is wrong; adds to *sizes* each size with the array that has it."""
-    found, wrong = [], []
+    """Returns the factors of arrays, and the problems; adds new factors to *sizes*, with an array's label."""
+    array_factors, problems = [], []
     for pattern, (label, array) in zip(patterns, arrays.items(), strict=True):
-        rank, wanted = len(array.shape), len(pattern.dimensions)
-        if rank != wanted:
-            wrong.append(f'{label} has {plural(rank, "dimension")}, but {wanted} in the rule')
+        rank, rule_rank = len(array.shape), len(pattern.dimensions)
+        if rank != rule_rank:
+            problems.append(f'{label} has {plural(rank, "dimension")}, but {rule_rank} in the rule')
             continue
         factors: list[str | None] = []
         for dim, (parts, size) in enumerate(zip(pattern.dimensions, array.shape, strict=True)):
@@ -229,15 +239,17 @@ def _all_factors(
             factor = part if isinstance(part, str) else None
             factors.append(factor)
             if factor is not None:
-                known, who = sizes.setdefault(factor, (size, label))
-                if known != size:
-                    wrong.append(f'factor {factor!r} has size {known} in {who}, but {size} in {label}')
+                first_size, first_label = sizes.setdefault(factor, (size, label))
+                if first_size != size:
+                    problems.append(
+                        f'factor {factor!r} has size {first_size} in {first_label}, but {size} in {label}'
+                    )
             elif isinstance(part, int) and part != size:
-                wrong.append(f'dimension {dim} of {label} has size {size}, but {part} in the rule')
-        found.append(tuple(factors))
-    return found, wrong
+                problems.append(f'dimension {dim} of {label} has size {size}, but {part} in the rule')
+        array_factors.append(tuple(factors))
+    return array_factors, problems
 
 
-def message(head: str, arrays: Sequence[str], rest: Sequence[str]) -> str:
-    """A message with a list of arrays under its first line."""
+def error_message(head: str, arrays: Sequence[str], rest: Sequence[str]) -> str:
+    """Returns a message with a list of arrays under its first line."""
     return '\n'.join([f'{head}:', *[f'  {text}' for text in arrays], *rest])

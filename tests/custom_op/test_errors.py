@@ -199,7 +199,7 @@ def test_an_array_that_depends_on_blocks() -> None:
     with pytest.raises(Exception, match='outside of JAX depends on its blocks') as caught:
         op('b c -> b c', total)(x)
     assert (
-        'an array (float32[3]) that the function of a sharded_op makes outside of JAX depends on its '
+        'an array (float32[3]) that the function of a sharded_op creates outside JAX depends on its '
         'blocks: compute it with jax.numpy from ctx.index and ctx.size, or make it an operand'
     ) in str(caught.value)
 

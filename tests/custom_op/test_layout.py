@@ -42,12 +42,12 @@ CASES = {
 @pytest.mark.parametrize(('specs', 'expected'), CASES.values(), ids=CASES)
 def test_axes_of_factors(specs: list[PartitionSpec], expected: dict[str, tuple[str, ...]]) -> None:
     operands = [*specs, P(), P()][: max(2, len(specs))]
-    assert FactorLayout.of_specs(PAIR, operands, SIZES).axes == expected
+    assert FactorLayout.from_specs(PAIR, operands, SIZES).axes == expected
 
 
 def test_factors_that_are_whole() -> None:
     fit = fit_of('b _ c -> k b', (8, 8, 8), results=((4, 8),), need_replication_factors=('c',))
-    layout = FactorLayout.of_specs(fit, [P('x', 'y', 'z'), P('z')], {'x': 2, 'y': 2, 'z': 2})
+    layout = FactorLayout.from_specs(fit, [P('x', 'y', 'z'), P('z')], {'x': 2, 'y': 2, 'z': 2})
     assert layout.axes == {'b': ('x',)}
     assert [layout.spec(factors) for factors in (*fit.operands, *fit.results)] == [P('x'), P(None, 'x')]
 
