@@ -1,9 +1,9 @@
 """Reports: the sharding of each leaf, the rule that decided it, and its bytes.
 
-`make_report` makes one. Reports print, compare, are saved and loaded, and show themselves in notebooks.
+`make_report` creates a report. Reports can be printed, compared, saved, loaded, and displayed in notebooks.
 """
 
-from scalax.explain._make import make_report
+from scalax.explain._make_report import make_report
 from scalax.explain._report import ShardingReport
 from scalax.explain._rows import ReplicatedSummary, ReportRow
 

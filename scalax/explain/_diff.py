@@ -1,4 +1,4 @@
-"""The difference of two reports as text."""
+"""The differences between two reports, as lines of text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from scalax._core.util.folding import count_prefix, fold
 from scalax.explain._rows import ReportRow, folded_path, spec_text
 
 
-def changes(before: Sequence[ReportRow], after: Sequence[ReportRow]) -> list[str]:
-    """The leaves that differ between two reports, a line each; those that are alike in many layers share one.
+def diff_lines(before: Sequence[ReportRow], after: Sequence[ReportRow]) -> list[str]:
+    """Returns a line for each leaf that differs; leaves with the same change in many layers share a line.
 
     Leaves are matched by their paths. Rules and reasons are not compared.
     """
-    old, new = _by_path(before), _by_path(after)
+    old, new = _texts_by_path(before), _texts_by_path(after)
     leaves = [
         *[(key[0], f'{text} -> {new[key]}') for key, text in old.items() if new.get(key, text) != text],
         *[(key[0], f'{text}, added') for key, text in new.items() if key not in old],
@@ -28,13 +28,16 @@ def changes(before: Sequence[ReportRow], after: Sequence[ReportRow]) -> list[str
     ]
 
 
-def _by_path(rows: Sequence[ReportRow]) -> dict[tuple[str, int], str]:
-    """What each row says, by path and its occurrence: with slashes in keys, two leaves can have one path."""
+def _texts_by_path(rows: Sequence[ReportRow]) -> dict[tuple[str, int], str]:
+    """Returns the text of each row, by its path and how many earlier rows have the same path.
+
+    Two leaves have the same path if keys contain slashes.
+    """
     repeats: collections.Counter[str] = collections.Counter()
-    found = {}
+    texts = {}
     for row in rows:
         size = human_bytes(row.bytes_per_device)
-        array = f'{array_text(row.dtype, row.shape)} {spec_text(row)} ({size} on a device)'
-        found[row.path, repeats[row.path]] = array
+        text = f'{array_text(row.dtype, row.shape)} {spec_text(row)} ({size} on a device)'
+        texts[row.path, repeats[row.path]] = text
         repeats[row.path] += 1
-    return found
+    return texts

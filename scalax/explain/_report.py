@@ -1,4 +1,4 @@
-"""The report of one resolve: rows, totals, and regexes that decided nothing."""
+"""The report of one resolution: rows, totals, and unused regexes."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from scalax._core.pytree.partition_specs import axis_sizes_text
 from scalax._core.render import serialization
 from scalax._core.render.blocks import Block
 from scalax._core.render.renderable import Renderable
-from scalax.explain._diff import changes
-from scalax.explain._page import report_blocks
+from scalax.explain._diff import diff_lines
+from scalax.explain._report_page import report_blocks
 from scalax.explain._rows import (
     ReplicatedSummary,
     ReportRow,
-    replicated,
+    replicated_summary,
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardingReport(Renderable):
-    """What `MeshShardingHelper.explain` returns; ``str()`` of it is a table.
+    """The result of `MeshShardingHelper.explain`; ``str()`` of it is a table.
 
     Leaves whose paths differ only in numbers share a line, such as ``layers/{0..79}/mlp/kernel``, with their
     count and their total bytes per device.
 
     Attributes:
-        rows: one for each leaf, in tree order.
+        rows: one row for each leaf, in tree order.
         mesh: mesh axis name -> size.
-        unused_rules: regexes that match no leaf, except those of the tables of `scalax.rules.catalogue`.
-        shadowed_rules: regexes that match leaves and never decide, because an earlier one does. (Those
+        unused_rules: regexes that match no leaf, except regexes of the tables in `scalax.rules.catalogue`.
+        shadowed_rules: regexes that match leaves but never decide, because an earlier one does. (Regexes
             that match only arrays of one element, which are always replicated, are not listed.)
     """
 
@@ -42,18 +42,18 @@ class ShardingReport(Renderable):
 
     @property
     def bytes(self) -> int:
-        """The bytes of all leaves together, each counted once."""
+        """The total bytes of all leaves, each counted once."""
         return sum(row.bytes for row in self.rows)
 
     @property
     def bytes_per_device(self) -> int:
-        """The bytes of all leaves on one device."""
+        """The total bytes of all leaves on one device."""
         return sum(row.bytes_per_device for row in self.rows)
 
     @property
     def replicated(self) -> ReplicatedSummary:
         """The replicated leaves, and their bytes on each device."""
-        return replicated(self.rows)
+        return replicated_summary(self.rows)
 
     def _title(self) -> str:
         return 'Sharding report'
@@ -62,39 +62,49 @@ class ShardingReport(Renderable):
         return report_blocks(title, self.rows, self.mesh, self.unused_rules, self.shadowed_rules)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report in plain Python values, ready for ``json.dumps``."""
-        names = ('mesh', 'bytes', 'bytes_per_device', 'replicated', 'unused_rules', 'shadowed_rules', 'rows')
+        """Returns the report in plain Python values, ready for ``json.dumps``."""
+        names = (
+            'mesh',
+            'bytes',
+            'bytes_per_device',
+            'replicated',
+            'unused_rules',
+            'shadowed_rules',
+            'rows',
+        )
         return {name: serialization.to_plain(getattr(self, name)) for name in names}
 
     def to_json(self) -> str:
-        """The report as JSON: `to_dict` and a version, with a line for each leaf; for golden files.
+        """Returns the report as JSON: `to_dict` and a version, with a line for each leaf.
 
-        Keep it beside a test, and compare: ``ShardingReport.load(path).diff(report)``.
+        As a golden file of a test, compare it with ``ShardingReport.load(path).diff(report)``.
         """
         return serialization.write(self.to_dict())
 
     @classmethod
     def load(cls, text_or_path: str | os.PathLike[str]) -> ShardingReport:
-        """Reads what `to_json` wrote.
+        """Reads a report that `to_json` wrote.
 
         Args:
-            text_or_path: the JSON itself, or the path of a file of it.
+            text_or_path: the JSON, or the path of a file that contains it.
 
         Raises:
-            DataError: this is not a report, or one of another version, or the file cannot be read.
+            DataError: this is not a report, or has another version, or the file cannot be read.
             FileNotFoundError: there is no such file.
-            ArgumentError: it is neither text nor a path.
+            ArgumentError: *text_or_path* is neither text nor a path.
         """
         return serialization.read(cls, text_or_path, 'report')
 
     def diff(self, other: ShardingReport) -> str:
-        """The changes in *other*, a later report, a line each; empty if nothing changed.
+        """Returns the changes in *other*, a later report, one on each line; empty if nothing changed.
 
         Rules and reasons are not compared.
 
         Args:
             other: the report to compare with. Leaves are matched by their paths.
         """
-        lines = changes(self.rows, other.rows)
-        old, new = axis_sizes_text(self.mesh), axis_sizes_text(other.mesh)
-        return '\n'.join([*lines, *([f'mesh: ({old}) -> ({new})'] if old != new else [])])
+        lines = diff_lines(self.rows, other.rows)
+        old_mesh, new_mesh = axis_sizes_text(self.mesh), axis_sizes_text(other.mesh)
+        if old_mesh != new_mesh:
+            lines.append(f'mesh: ({old_mesh}) -> ({new_mesh})')
+        return '\n'.join(lines)

@@ -1,4 +1,4 @@
-"""The rows of a report, one for each leaf."""
+"""The rows of a report, one for each leaf, and how rows fold into one line of a table."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ReportRow:
         path: the leaf path.
         shape: the global shape.
         dtype: the name of the dtype that the array has on the devices.
-        spec: the spec it got; None where the compiler decides.
+        spec: the spec of the array; None if the compiler decides.
         rule: the rule that decided.
-        reason: why, in a few words.
+        reason: the reason, in a few words.
         bytes: the bytes of the global array.
         bytes_per_device: the bytes of the largest shard.
         memory_kind: the requested memory kind; None for the default.
@@ -46,12 +46,12 @@ class ReportRow:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every device holds the entire array; False where the compiler decides."""
+        """Whether every device holds the entire array; False if the compiler decides."""
         return self.spec is not None and self.bytes == self.bytes_per_device and not self.is_unreduced
 
     @property
     def is_unreduced(self) -> bool:
-        """Whether devices hold partial results, such as terms of a sum, that are still to be combined."""
+        """Whether devices hold partial results, such as terms of a sum, that still have to be combined."""
         return self.spec is not None and bool(self.spec.unreduced)
 
 
@@ -60,39 +60,39 @@ class ReplicatedSummary:
     """The replicated leaves.
 
     Attributes:
-        paths: their leaf paths.
-        bytes: their total bytes on each device.
+        paths: the leaf paths.
+        bytes: the total bytes of the leaves on each device.
     """
 
     paths: tuple[str, ...]
     bytes: int
 
 
-def replicated(rows: Iterable[ReportRow]) -> ReplicatedSummary:
-    """The replicated leaves among *rows*, and their bytes on each device."""
-    whole = [row for row in rows if row.is_replicated]
-    return ReplicatedSummary(tuple(row.path for row in whole), sum(row.bytes for row in whole))
+def replicated_summary(rows: Iterable[ReportRow]) -> ReplicatedSummary:
+    """Returns the replicated leaves among *rows*, and their bytes on each device."""
+    replicated = [row for row in rows if row.is_replicated]
+    return ReplicatedSummary(tuple(row.path for row in replicated), sum(row.bytes for row in replicated))
 
 
-Line = tuple[Fold, ReportRow]
-"""The leaves of one line of a table, and the first of their rows."""
+FoldedRow = tuple[Fold, ReportRow]
+"""The leaves on one line of a table, and the row of the first of them."""
 
 _all_but_path = operator.attrgetter(*[f.name for f in dataclasses.fields(ReportRow) if f.name != 'path'])
 
 
 def folded_path(item: Fold) -> str:
-    """The path column of a line that may stand for several leaves."""
+    """Returns the path of a line, which may stand for several leaves."""
     return visible(item.short_name(MOST_RUNS)) or '(leaf)'
 
 
 def spec_text(row: ReportRow) -> str:
-    """The spec of a row, and its memory where that is not the default one."""
+    """Returns the spec of a row, and its memory unless that is the default one."""
     # A spec with reduced axes is shown in full.
-    plain = row.spec is not None and row.is_replicated and not row.spec.reduced
-    spec = 'compiler' if row.spec is None else 'replicated' if plain else text(row.spec)
+    is_plain = row.spec is not None and row.is_replicated and not row.spec.reduced
+    spec = 'compiler' if row.spec is None else 'replicated' if is_plain else text(row.spec)
     return spec if row.memory_kind is None else f'{spec} in {row.memory_kind}'
 
 
-def lines_of(rows: Sequence[ReportRow]) -> list[Line]:
-    """The lines of a table: leaves that are alike in many layers share one."""
+def fold_rows(rows: Sequence[ReportRow]) -> list[FoldedRow]:
+    """Folds rows that differ only in numbers in their paths, such as the same leaf in many layers."""
     return [(item, rows[item.first]) for item in fold((row.path, _all_but_path(row)) for row in rows)]

@@ -196,7 +196,7 @@ def test_an_array_that_depends_on_blocks() -> None:
 
     mesh = Mesh(np.array(jax.devices()[:2]), ('x',))
     x = jax.device_put(NUMBERS, NamedSharding(mesh, PartitionSpec(None, 'x')))
-    with pytest.raises(Exception, match='outside of JAX depends on its blocks') as caught:
+    with pytest.raises(Exception, match='outside JAX depends on its blocks') as caught:
         op('b c -> b c', total)(x)
     assert (
         'an array (float32[3]) that the function of a sharded_op creates outside JAX depends on its '
