@@ -39,8 +39,8 @@ def table(release: str, rounds: int, only: str, repeats: int) -> str:
         sys.exit(f'{python} has scalax {measured["installed"][0]["scalax"]} installed, not {release}')
     head = f'JAX {first["jax"]}, Python {first["python"]}, simulated CPU devices, {os.cpu_count()} cores'
     rows = {
-        library: [Row(**row) for process in found for row in process['rows']]
-        for library, found in measured.items()
+        library: [Row(**row) for process in processes for row in process['rows']]
+        for library, processes in measured.items()
     }
     if not rows['checkout']:
         sys.exit(f'no group that {release} can run holds {only!r} in its name')
@@ -65,10 +65,10 @@ def merged(ours: Sequence[Row], before: Sequence[Row]) -> Sequence[Sequence[str]
     """Medians over processes, row by row, of the two libraries side by side."""
     lines: list[tuple[str, ...]] = []
     for name in dict.fromkeys(row.name for row in ours):
-        mine, other = ([row for row in rows if row.name == name] for rows in (ours, before))
-        hand = statistics.median(row.theirs for row in (*mine, *other))
-        by_hand = f'{hand:g}' if mine[0].counted else human_seconds(hand)
-        lines.append((name, by_hand, _middle(mine), _middle(other)))
+        new_rows, old_rows = ([row for row in rows if row.name == name] for rows in (ours, before))
+        hand = statistics.median(row.reference for row in (*new_rows, *old_rows))
+        by_hand = f'{hand:g}' if new_rows[0].counted else human_seconds(hand)
+        lines.append((name, by_hand, _middle(new_rows), _middle(old_rows)))
     return lines
 
 

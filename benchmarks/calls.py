@@ -19,8 +19,8 @@ def _tree(leaves: int, size: int = 8) -> dict[str, jax.Array]:
     return {f'w{i}': jnp.ones((size,), jnp.float32) for i in range(leaves)}
 
 
-def _plural(number: int, one: str, many: str) -> str:
-    return f'{number} {one if number == 1 else many}'
+def _plural(number: int, singular: str, plural: str) -> str:
+    return f'{number} {singular if number == 1 else plural}'
 
 
 def _bump(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -53,13 +53,13 @@ def cached_calls(rounds: int, devices: int) -> list[Row]:
         sharding = NamedSharding(helper.mesh, spec)
         tree = jax.device_put(_tree(leaves), sharding)
         ours = helper.sjit(_bump, in_shardings=(spec,), out_shardings=spec)
-        theirs = jax.jit(_bump, in_shardings=(sharding,), out_shardings=sharding)
+        reference = jax.jit(_bump, in_shardings=(sharding,), out_shardings=sharding)
         count = rounds if leaves < 500 else max(rounds // 2, 5)
         rows.append(
             compare(
                 f'cached call, {_plural(leaves, "leaf", "leaves")}, {_plural(devices, "device", "devices")}',
                 functools.partial(ours, tree),
-                functools.partial(theirs, tree),
+                functools.partial(reference, tree),
                 count,
                 1.02,
             )
@@ -81,10 +81,10 @@ def host_batches(rounds: int) -> list[Row]:
     for leaves in (1, 300):
         tree = jax.device_put(_tree(leaves), sharding)
         ours = helper.sjit(step, in_shardings=(spec, spec), out_shardings=spec)
-        theirs = jax.jit(step, in_shardings=(sharding, sharding), out_shardings=sharding)
+        reference = jax.jit(step, in_shardings=(sharding, sharding), out_shardings=sharding)
 
-        def by_hand(tree: Any = tree, theirs: Any = theirs) -> Any:
-            return theirs(tree, jax.device_put(batch, sharding))
+        def by_hand(tree: Any = tree, reference: Any = reference) -> Any:
+            return reference(tree, jax.device_put(batch, sharding))
 
         rows.append(
             compare(
@@ -168,9 +168,9 @@ def traces_per_signature() -> list[Row]:
         counts = {'ours': 0, 'theirs': 0}
         hand: dict[str, Any] = {key: sharding for key in options if key != 'args_sharding_constraint'}
         ours = helper.sjit(_counted(counts, 'ours'), **options)
-        theirs = jax.jit(_counted(counts, 'theirs'), **hand)
+        reference = jax.jit(_counted(counts, 'theirs'), **hand)
         data = np.ones(8, np.float32)
-        for compiled in (ours, theirs):
+        for compiled in (ours, reference):
             for x in (data, jnp.asarray(data), jax.device_put(data, sharding)) * 2:
                 compiled(x)
         rows.append(Row(f'traces, {name}', counts['ours'], counts['theirs'], 1, counted=True))

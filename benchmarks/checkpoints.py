@@ -41,19 +41,19 @@ def checkpoints(rounds: int, mebibytes: int = 1024) -> list[Row]:
     """Saving and restoring, each against Orbax by hand; the checksums by themselves."""
     times = max(rounds // 400, 1)
     size = f'{mebibytes / 1024:g} GiB'
-    found = _alternating(
+    figures = _alternating(
         ['save', 'save-by-hand', 'save-without-checksums', 'restore', 'restore-by-hand', 'verify'],
         mebibytes,
         times,
     )
     leaf = mebibytes / _LEAVES
 
-    def row(name: str, ours: str, theirs: str, aim: float | None = None, clock: str = 'seconds') -> Row:
-        return Row(name, found[ours][clock], found[theirs][clock], aim)
+    def row(name: str, ours: str, reference: str, aim: float | None = None, clock: str = 'seconds') -> Row:
+        return Row(name, figures[ours][clock], figures[reference][clock], aim)
 
-    def memory(name: str, ours: str, theirs: str) -> Row:
-        mine, hand = (round(found[what]['peak'] / _MIB) for what in (ours, theirs))
-        return Row(f'{name}, MiB of host memory', mine, hand, round(hand + leaf), counted=True)
+    def memory(name: str, ours: str, reference: str) -> Row:
+        peak, hand = (round(figures[what]['peak'] / _MIB) for what in (ours, reference))
+        return Row(f'{name}, MiB of host memory', peak, hand, round(hand + leaf), counted=True)
 
     save = f'save {size}, against Orbax by hand'
     restore = f'restore {size} onto another mesh, against Orbax by hand'
@@ -77,25 +77,28 @@ def safetensors(rounds: int, mebibytes: int = 1024) -> list[Row]:
     size = f'{mebibytes / 1024:g} GiB'
     rows = []
     for cut in ('rows', 'columns'):
-        found = _alternating([f'load-{cut}', 'read'], mebibytes, times)
+        figures = _alternating([f'load-{cut}', 'read'], mebibytes, times)
         name = f'load {size} of safetensors, cut by {cut}'
         for clock, note in (('seconds', ''), ('cpu', ' (CPU time)')):
-            ours, theirs = found[f'load-{cut}'][clock], found['read'][clock]
-            rows.append(Row(f'{name}, against reading it{note}', ours, theirs, 2))
+            ours, reference = figures[f'load-{cut}'][clock], figures['read'][clock]
+            rows.append(Row(f'{name}, against reading it{note}', ours, reference, 2))
     return rows
 
 
 def _alternating(contestants: list[str], mebibytes: int, times: int) -> dict[str, Measured]:
     """The medians of each; what is restored has been saved by the same library."""
-    found: dict[str, list[Measured]] = {name: [] for name in contestants}
+    measurements: dict[str, list[Measured]] = {name: [] for name in contestants}
     with tempfile.TemporaryDirectory() as folder:
         _in_a_process('prepare', mebibytes, folder)
         for turn in range(times):
             for name in contestants if turn % 2 else contestants[::-1]:
-                found[name].append(_in_a_process(name, mebibytes, folder))
+                measurements[name].append(_in_a_process(name, mebibytes, folder))
     return {
-        name: {key: statistics.median(one[key] for one in measured) for key in ('seconds', 'cpu', 'peak')}
-        for name, measured in found.items()
+        name: {
+            key: statistics.median(measurement[key] for measurement in measured)
+            for key in ('seconds', 'cpu', 'peak')
+        }
+        for name, measured in measurements.items()
     }
 
 
@@ -127,7 +130,7 @@ def run(what: str, mebibytes: int, folder: Path) -> Measured:
     columns = 4096 if mebibytes >= 128 else 64
     shape = (mebibytes * _MIB // _LEAVES // 4 // columns, columns)
     structs = {f'w{i}': jax.ShapeDtypeStruct(shape, np.float32) for i in range(_LEAVES)}
-    whole, file = folder / 'whole', folder / 'model.safetensors'
+    directory, file = folder / 'whole', folder / 'model.safetensors'
 
     def state() -> Any:
         def make() -> Any:
@@ -145,13 +148,13 @@ def run(what: str, mebibytes: int, folder: Path) -> Measured:
             checkpointer.save(1, tree)
 
     def restored_by_hand() -> Any:
-        with ocp.CheckpointManager(whole, item_names=('state',)) as manager:
+        with ocp.CheckpointManager(directory, item_names=('state',)) as manager:
             like = ocp.args.StandardRestore(other.abstract(structs, rule))
             return manager.restore(1, args=ocp.args.Composite(state=like)).state
 
     if what == 'prepare':
         tree = state()
-        ours(whole, tree)
+        ours(directory, tree)
         save_file({name: np.asarray(leaf) for name, leaf in tree.items()}, file)
         return {}
     if what.startswith('save'):
@@ -164,10 +167,11 @@ def run(what: str, mebibytes: int, folder: Path) -> Measured:
             return _measured(lambda: save(Path(path, 'large'), tree, **options))
     if what in ('restore', 'verify'):
         return _measured(
-            lambda: Checkpointer(whole).restore(other, rule, structs, verify=what == 'verify'), [whole]
+            lambda: Checkpointer(directory).restore(other, rule, structs, verify=what == 'verify'),
+            [directory],
         )
     if what == 'restore-by-hand':
-        return _measured(restored_by_hand, [whole])
+        return _measured(restored_by_hand, [directory])
     if what == 'read':
         return _measured(lambda: _read(file), [file])
     both = ('fsdp', 'tp')

@@ -99,12 +99,14 @@ class ByHand:
     """What one writes without a library: a NamedSharding for each array."""
 
     def __init__(self, helper: MeshShardingHelper, params: Tree) -> None:
-        place = functools.partial(NamedSharding, helper.mesh)
+        sharding_of = functools.partial(NamedSharding, helper.mesh)
         # The last key of a path is the name of the parameter.
-        self.params = jax.tree_util.tree_map_with_path(lambda path, _: place(_SPECS[path[-1].key]), params)
-        self.batch = place(_DATA)
-        self.replicated = place(PartitionSpec())
-        self._activations = {name: place(spec) for name, spec in ANNOTATIONS.items()}
+        self.params = jax.tree_util.tree_map_with_path(
+            lambda path, _: sharding_of(_SPECS[path[-1].key]), params
+        )
+        self.batch = sharding_of(_DATA)
+        self.replicated = sharding_of(PartitionSpec())
+        self._activations = {name: sharding_of(spec) for name, spec in ANNOTATIONS.items()}
 
     def constrain(self, x: jax.Array, name: str) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, self._activations[name])
@@ -132,7 +134,7 @@ def with_rules(helper: MeshShardingHelper, step: Callable[..., Any]) -> Any:
 def compare_cold(
     name: str,
     ours: Callable[[], object],
-    theirs: Callable[[], object],
+    reference: Callable[[], object],
     rounds: int,
     prepare: Callable[[], object],
     aim: float | None = None,
@@ -141,7 +143,7 @@ def compare_cold(
 
     There are few rounds, and whatever else the machine does would decide about the time on the wall.
     """
-    return compare(name, ours, theirs, rounds, aim, warmup=0, before=prepare, clock=time.process_time)
+    return compare(name, ours, reference, rounds, aim, warmup=0, before=prepare, clock=time.process_time)
 
 
 def forget() -> None:
@@ -165,7 +167,7 @@ def first_step(rounds: int, layers: int = 24) -> list[Row]:
     def ours() -> Any:
         return with_rules(helper, new_step(with_sharding_annotation))
 
-    def theirs() -> Any:
+    def reference() -> Any:
         return hand.jit(new_step(hand.constrain))
 
     def called(make: Callable[[], Any]) -> Callable[[], object]:
@@ -179,7 +181,7 @@ def first_step(rounds: int, layers: int = 24) -> list[Row]:
         compare_cold(
             f'first step, {name} (CPU time)',
             called(ours),
-            called(theirs),
+            called(reference),
             max(rounds // 500, 1),
             prepare,
             1.03,
@@ -187,7 +189,7 @@ def first_step(rounds: int, layers: int = 24) -> list[Row]:
         compare_cold(
             f'of which trace and lower, {name} (CPU time)',
             lowered(ours),
-            lowered(theirs),
+            lowered(reference),
             max(rounds // 400, 1),
             prepare,
         ),
@@ -204,8 +206,10 @@ def three_steps() -> list[Row]:
         helper.sjit(start, out_shardings=RULE)(key),
         with_rules(helper, new_step(with_sharding_annotation)),
     )
-    theirs = _compilations(jax.jit(start, out_shardings=hand.params)(key), hand.jit(new_step(hand.constrain)))
-    return [Row('programs compiled in three train steps', ours, theirs, 1, counted=True)]
+    reference = _compilations(
+        jax.jit(start, out_shardings=hand.params)(key), hand.jit(new_step(hand.constrain))
+    )
+    return [Row('programs compiled in three train steps', ours, reference, 1, counted=True)]
 
 
 def _compilations(params: Tree, step: Callable[..., Any]) -> int:

@@ -83,26 +83,26 @@ class Task:
         if self.slices > 1:
             name, mesh = f'HSDP, {self.slices} slices', {**HSDP.mesh, 'data': self.slices}
             plain = Strategy(name, mesh, HSDP.batch_axes, self.slices)
-        each = plain.helper(self.topology).mesh.size // self.slices
+        devices_per_slice = plain.helper(self.topology).mesh.size // self.slices
         with_tp = [
             dataclasses.replace(plain, name=f'{plain.name} x TP {size}', mesh={**plain.mesh, 'tp': size})
             for size in SIZES_OF_TP
-            if each % size == 0
+            if devices_per_slice % size == 0
         ]
         return [plain, *with_tp]
 
 
-Known = Callable[[Sequence[Model], Task], Sequence[Result]]
+StrategyResults = Callable[[Sequence[Model], Task], Sequence[Result]]
 Search = Callable[[Model, Task], AutoShardingResult]
 
 
-def known(models: Sequence[Model], task: Task) -> list[Result]:
+def strategy_results(models: Sequence[Model], task: Task) -> list[Result]:
     """What all known rules of a model take; its tables are those of *models*."""
 
-    def one(cell: tuple[Model, Strategy, str]) -> Result | None:
+    def result_of(cell: tuple[Model, Strategy, str]) -> Result | None:
         model, strategy, variant = cell
-        own = model.name.removeprefix(models[0].name).removeprefix(', ')
-        name = ', '.join(filter(None, [strategy.name, own, variant]))
+        variant_name = model.name.removeprefix(models[0].name).removeprefix(', ')
+        name = ', '.join(filter(None, [strategy.name, variant_name, variant]))
         try:
             return Result.of(name, plan(model, strategy, task.topology, variant))
         except (NotImplementedError, ScalaxError) as error:  # as JAX and the compiler refuse programs
@@ -111,7 +111,7 @@ def known(models: Sequence[Model], task: Task) -> list[Result]:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         cells = itertools.product(models, task.strategies, ('hand', 'partitioned'))
-        return [each for each in pool.map(one, cells) if each is not None]
+        return [result for result in pool.map(result_of, cells) if result is not None]
 
 
 def search(model: Model, task: Task) -> AutoShardingResult:
@@ -131,43 +131,49 @@ def search(model: Model, task: Task) -> AutoShardingResult:
 
 
 def lines(
-    models: Sequence[Sequence[Model]], task: Task, known: Known = known, search: Search = search
+    models: Sequence[Sequence[Model]],
+    task: Task,
+    strategy_results: StrategyResults = strategy_results,
+    search: Search = search,
 ) -> Iterator[str]:
     """The table in Markdown, line by line, each as soon as it is known.
 
     Args:
         models: for each row a model, once with each of its tables.
         task: what is asked.
-        known: measures the known rules.
+        strategy_results: measures the known rules.
         search: finds a rule.
     """
     yield _line(TITLES)
     yield '|' + '|'.join('-' * (width + 2) for width in WIDTHS) + '|'
-    for each in models:
-        fitting = [result for result in known(each, task) if result.fits]
+    for variants in models:
+        fitting = [result for result in strategy_results(variants, task) if result.fits]
         best = min(fitting, key=lambda result: result.seconds, default=None)
-        yield _line([each[0].name, *_cells(best, search(each[0], task))])
+        yield _line([variants[0].name, *_cells(best, search(variants[0], task))])
 
 
-def _cells(best: Result | None, found: AutoShardingResult) -> Iterator[str]:
-    mesh = ' x '.join(f'{name} {size}' for name, size in found.mesh.items())
-    own = Result.of(mesh, found.plan)
+def _cells(best: Result | None, autosharded: AutoShardingResult) -> Iterator[str]:
+    mesh = ' x '.join(f'{name} {size}' for name, size in autosharded.mesh.items())
+    result = Result.of(mesh, autosharded.plan)
     if best is None:
         yield from ['none fits', '', '', '', '', '']
     else:
         yield best.name
-        yield from ('-' if (value := getattr(best, each)) is None else f'{value:.4g}' for each in FIGURES)
+        yield from (
+            '-' if (value := getattr(best, figure_name)) is None else f'{value:.4g}'
+            for figure_name in FIGURES
+        )
         yield f'{best.peak:.3g} GiB'
-    yield own.name if own.fits else f'{own.name}: too large'
+    yield result.name if result.fits else f'{result.name}: too large'
     for figure in FIGURES:
-        value, known = getattr(own, figure), getattr(best, figure, None)
+        value, reference = getattr(result, figure), getattr(best, figure, None)
         if value is None:
             yield '-'
         else:
-            yield f'{value:.3g} s' if known is None else f'{value / known:.3f}'
-    yield f'{own.peak:.3g} GiB'
-    yield str(found.num_trials)
-    yield f'{found.search_seconds:.0f} s'
+            yield f'{value:.3g} s' if reference is None else f'{value / reference:.3f}'
+    yield f'{result.peak:.3g} GiB'
+    yield str(autosharded.num_trials)
+    yield f'{autosharded.search_seconds:.0f} s'
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -194,7 +200,7 @@ def chosen(name: str) -> list[list[Model]]:
 
     models = [*all_models('large'), *updates.models()]
     return [
-        [model for model in models if model.name == each or model.name.startswith(f'{each}, by ')]
-        for each in NAMES
-        if name in each
+        [model for model in models if model.name == model_name or model.name.startswith(f'{model_name}, by ')]
+        for model_name in NAMES
+        if name in model_name
     ]

@@ -72,7 +72,7 @@ def _unchanged(name: str, rows: int) -> Make:
 
     def make(topology: str) -> tuple[MeshShardingHelper, Step]:
         models = [model for file in _FILES for model in file.models('large')]
-        [model] = [each for each in models if each.name == name]
+        [model] = [candidate for candidate in models if candidate.name == name]
         helper = _helper(['fsdp'], topology)
         strategy = Strategy('one GPU', {'fsdp': 1}, ('fsdp',))
         return helper, measure.make_step(model, strategy, helper, 'partitioned', rows)
@@ -126,10 +126,10 @@ def values(structs: Any, shardings: Any) -> Any:
             return jnp.zeros(struct.shape, struct.dtype)
         many = jax.lax.iota('int32', math.prod(struct.shape))
         if jnp.issubdtype(struct.dtype, jnp.integer):
-            found = many * 7919 % 1000
+            array = many * 7919 % 1000
         else:
-            found = 0.02 * jnp.sin(many.astype('float32'))
-        return found.reshape(struct.shape).astype(struct.dtype)
+            array = 0.02 * jnp.sin(many.astype('float32'))
+        return array.reshape(struct.shape).astype(struct.dtype)
 
     return jax.jit(lambda: jax.tree.map_with_path(value, structs), out_shardings=shardings)()
 
@@ -164,13 +164,13 @@ def run(name: str) -> Measured:
     )
 
 
-def line(name: str, found: Measured) -> str:
+def line(name: str, measured: Measured) -> str:
     """A row of the table."""
-    gib = [f'{size / 2**30:.2f}' for size in (found.planned_bytes, found.peak_bytes)]
-    off = f'{found.planned_bytes / found.peak_bytes - 1:+.1%}'
-    times = (found.bound, found.scheduled, found.seconds)
+    gib = [f'{size / 2**30:.2f}' for size in (measured.planned_bytes, measured.peak_bytes)]
+    off = f'{measured.planned_bytes / measured.peak_bytes - 1:+.1%}'
+    times = (measured.bound, measured.scheduled, measured.seconds)
     ms = ['-' if time is None else f'{1e3 * time:#.3g}' for time in times]
-    late = '-' if found.scheduled is None else f'{found.scheduled / found.seconds - 1:+.0%}'
+    late = '-' if measured.scheduled is None else f'{measured.scheduled / measured.seconds - 1:+.0%}'
     return f'| {" | ".join([name, *gib, off, *ms, late])} |'
 
 
@@ -178,7 +178,11 @@ def show(model: str) -> None:
     """Prints the table of the steps whose names hold *model*, a line as soon as it is known."""
     # This process only looks whether there is a GPU. Those of the steps take its memory at once, as usual.
     os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] = 'false'
-    own = {**os.environ, 'XLA_PYTHON_CLIENT_PREALLOCATE': 'true', 'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.9'}
+    process_env = {
+        **os.environ,
+        'XLA_PYTHON_CLIENT_PREALLOCATE': 'true',
+        'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.9',
+    }
     device = jax.devices()[0]
     if device.platform != 'gpu':
         print(f'no GPU is here, and nothing is measured: JAX has {device.device_kind!r}')
@@ -189,7 +193,9 @@ def show(model: str) -> None:
     for name in STEPS:
         if model in name:
             command = [sys.executable, '-m', 'benchmarks.on_gpu', name]
-            ended = subprocess.run(command, env=own, stdout=subprocess.PIPE, check=True, timeout=_SECONDS)
+            ended = subprocess.run(
+                command, env=process_env, stdout=subprocess.PIPE, check=True, timeout=_SECONDS
+            )
             print(line(name, Measured(**json.loads(ended.stdout.splitlines()[-1]))), flush=True)
 
 

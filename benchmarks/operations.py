@@ -61,8 +61,8 @@ def sharded_ops(rounds: int) -> list[Row]:
     rows = []
     for shape, name in (((1, 1), '1 device'), ((4, 2), '8 devices')):
         call = caller(*shape)
-        ours, theirs = functools.partial(call, with_a_rule()), functools.partial(call, by_hand())
-        rows.append(compare(f'sharded_op, {name}', ours, theirs, max(rounds // math.prod(shape), 1)))
+        ours, reference = functools.partial(call, with_a_rule()), functools.partial(call, by_hand())
+        rows.append(compare(f'sharded_op, {name}', ours, reference, max(rounds // math.prod(shape), 1)))
     call, name = caller(4, 2), 'first call of a sharded_op, 8 devices'
     rows.append(
         compare(name, lambda: call(with_a_rule()), lambda: call(by_hand()), max(rounds // 200, 1), warmup=1)

@@ -25,12 +25,12 @@ def plans(rounds: int, layers: int = 24) -> list[Row]:
         step = decoder.with_rules(helper, decoder.new_step(with_sharding_annotation))
         return helper.plan(step, params, batch)
 
-    def theirs() -> object:
+    def reference() -> object:
         step = hand.jit(decoder.new_step(hand.constrain))
         return step.lower(params, batch).compile()
 
     name = f'plan of a decoder of {layers} layers, against lower and compile (CPU time)'
-    return [decoder.compare_cold(name, ours, theirs, max(rounds // 600, 1), decoder.forget)]
+    return [decoder.compare_cold(name, ours, reference, max(rounds // 600, 1), decoder.forget)]
 
 
 def microbatches(rounds: int, layers: int = 4, parts: int = 4) -> list[Row]:

@@ -20,28 +20,28 @@ class Row:
     Attributes:
         name: what was measured.
         ours: seconds with scalax; with `counted`, a number of something.
-        theirs: the same by hand.
+        reference: the same by hand.
         aim: the ratio (with `counted`, the number) that is not to be exceeded; None where none is set.
         counted: whether this is a number of something, and no time.
     """
 
     name: str
     ours: float
-    theirs: float
+    reference: float
     aim: float | None = None
     counted: bool = False
 
     @property
     def ratio(self) -> float:
-        return self.ours / self.theirs
+        return self.ours / self.reference
 
     @property
     def cells(self) -> tuple[str, ...]:
         """The row as text, column by column."""
         aim = '' if self.aim is None else f'{self.aim:g}'
         if self.counted:
-            return self.name, f'{self.ours:g}', f'{self.theirs:g}', '', aim
-        return self.name, human_seconds(self.ours), human_seconds(self.theirs), f'{self.ratio:.3f}', aim
+            return self.name, f'{self.ours:g}', f'{self.reference:g}', '', aim
+        return self.name, human_seconds(self.ours), human_seconds(self.reference), f'{self.ratio:.3f}', aim
 
 
 def medians(
@@ -83,7 +83,7 @@ def medians(
 def compare(
     name: str,
     ours: Callable[[], object],
-    theirs: Callable[[], object],
+    reference: Callable[[], object],
     rounds: int,
     aim: float | None = None,
     *,
@@ -92,8 +92,8 @@ def compare(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Row:
     """Times two contestants against each other."""
-    mine, other = medians([ours, theirs], rounds, warmup, before, clock)
-    return Row(name, mine, other, aim)
+    our_seconds, reference_seconds = medians([ours, reference], rounds, warmup, before, clock)
+    return Row(name, our_seconds, reference_seconds, aim)
 
 
 def human_seconds(seconds: float) -> str:

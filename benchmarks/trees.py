@@ -56,7 +56,7 @@ def resolving(rounds: int) -> list[Row]:
     tree = _large_tree(10_000)
     count = len(jax.tree.leaves(tree))
     rule = TreePathShardingRule(*((regex, PartitionSpec()) for regex in _REGEXES))
-    mine, with_path = medians(
+    resolved, with_path = medians(
         [
             lambda: helper.match_sharding_rule(rule, tree),
             lambda: jax.tree_util.tree_flatten_with_path(tree),
@@ -65,7 +65,7 @@ def resolving(rounds: int) -> list[Row]:
         warmup=1,
     )
     name = f'resolve {count:,} leaves, 13 regexes, against tree_flatten_with_path'
-    return [Row(name, mine, with_path, 3)]
+    return [Row(name, resolved, with_path, 3)]
 
 
 def sharding_trees(rounds: int) -> list[Row]:

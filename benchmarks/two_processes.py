@@ -47,8 +47,10 @@ def in_processes(rounds: int) -> list[Row]:
     running: list[subprocess.Popen[str]] = []
     try:
         for index in range(PROCESSES):
-            own = {**env, 'JAX_PROCESS_ID': str(index)}
-            running.append(subprocess.Popen(command, cwd=ROOT, env=own, text=True, stdout=subprocess.PIPE))
+            process_env = {**env, 'JAX_PROCESS_ID': str(index)}
+            running.append(
+                subprocess.Popen(command, cwd=ROOT, env=process_env, text=True, stdout=subprocess.PIPE)
+            )
         printed, _ = running[0].communicate(timeout=LONGEST_S)
     finally:
         for process in running:
@@ -75,13 +77,13 @@ def global_arrays(helper: MeshShardingHelper, rounds: int) -> list[Row]:
 
     return [
         compare(
-            f'local_data_to_global_array{said}, 2 x 64 x 2048 tokens, 2 processes',
+            f'local_data_to_global_array{option_text}, 2 x 64 x 2048 tokens, 2 processes',
             functools.partial(ours, check),
             lambda: jax.block_until_ready(by_hand(helper, batch)),
             max(rounds // 10, 5),
             aim,
         )
-        for said, check, aim in ((', check=False', False, 1.1), ('', True, None))
+        for option_text, check, aim in ((', check=False', False, 1.1), ('', True, None))
     ]
 
 
@@ -137,14 +139,15 @@ def loading_ahead(helper: MeshShardingHelper, rounds: int) -> list[Row]:
     several = '1 process' if jax.process_count() == 1 else f'{jax.process_count()} processes'
     return [
         compare(
-            f'{STEPS} steps, loader as slow as a step: prefetch{said}, against the steps alone, {several}',
+            f'{STEPS} steps, loader as slow as a step: prefetch{option_text}, '
+            f'against the steps alone, {several}',
             functools.partial(ahead, check),
             alone,
             max(rounds // 200, 2),
             1.1,
             warmup=1,
         )
-        for said, check in ((', check=False', False), ('', True))
+        for option_text, check in ((', check=False', False), ('', True))
         if several != '1 process' or check
     ]
 
@@ -163,14 +166,14 @@ def naming_the_stuck(rounds: int) -> list[Row]:
         for number in itertools.islice(numbers, CALLS):
             distributed.should_stop(number)
 
-    def theirs() -> None:
+    def reference() -> None:
         for number in itertools.islice(numbers, CALLS):
             multihost_utils.reached_preemption_sync_point(number)
 
     call = compare(
         f'{CALLS} x should_stop, against reached_preemption_sync_point, 2 processes',
         ours,
-        theirs,
+        reference,
         max(rounds // 40, 5),
     )
     thread = next(thread for thread in threading.enumerate() if thread.name == 'scalax-watch')
@@ -179,7 +182,7 @@ def naming_the_stuck(rounds: int) -> list[Row]:
     begun = time.clock_gettime(clock)
     time.sleep(WATCHED_S)
     share = (time.clock_gettime(clock) - begun) / WATCHED_S
-    cost = (call.ours - call.theirs) / CALLS + share * STEP_S
+    cost = (call.ours - call.reference) / CALLS + share * STEP_S
     return [call, Row('a step of 50 ms that is watched, 2 processes', STEP_S + cost, STEP_S, 1.002)]
 
 
@@ -202,11 +205,11 @@ def by_hand(helper: MeshShardingHelper, tree: Any) -> Any:
     """The same with JAX alone, for parts that lie where they are needed."""
     sharding = NamedSharding(helper.mesh, PartitionSpec('data'))
 
-    def one(leaf: np.ndarray) -> jax.Array:
+    def global_leaf(leaf: np.ndarray) -> jax.Array:
         shape = (leaf.shape[0] * jax.process_count(), *leaf.shape[1:])
         return jax.make_array_from_process_local_data(sharding, leaf, shape)
 
-    return jax.tree.map(one, tree)
+    return jax.tree.map(global_leaf, tree)
 
 
 def main() -> None:

@@ -52,12 +52,12 @@ def wide_and_deep() -> Model:
         }
 
     def loss(params: Tree, batch: Tree, key: jax.Array) -> jax.Array:
-        found, wide = [batch['numbers']], jnp.zeros(len(batch['clicked']))
+        vectors, wide = [batch['numbers']], jnp.zeros(len(batch['clicked']))
         for number, (weights, table) in enumerate(zip(params['wide'], params['tables'], strict=True)):
             indices = with_sharding_annotation(batch['indices'][:, number], 'indices')
-            found.append(with_sharding_annotation(table[indices], 'found'))
+            vectors.append(with_sharding_annotation(table[indices], 'found'))
             wide += weights[indices]
-        x = with_sharding_annotation(jnp.concatenate(found, -1), 'vector')
+        x = with_sharding_annotation(jnp.concatenate(vectors, -1), 'vector')
         for number, w in enumerate(params['deep']):
             x = x @ w['kernel'] + w['bias']
             if number < len(DEEP) - 1:

@@ -61,8 +61,8 @@ def svg(height: int, title: str, parts: list[str], colors: dict[str, str]) -> st
     return '\n'.join([head, *body, '</svg>', ''])
 
 
-def text(x: float, y: float, said: str, kind: str = '', anchor: str = 'start') -> str:
-    return f'<text x="{x}" y="{y}" class="{kind}" text-anchor="{anchor}">{html.escape(said)}</text>'
+def text(x: float, y: float, label: str, kind: str = '', anchor: str = 'start') -> str:
+    return f'<text x="{x}" y="{y}" class="{kind}" text-anchor="{anchor}">{html.escape(label)}</text>'
 
 
 def box(x: float, y: float, width: float, height: float, kind: str = 'box') -> str:
@@ -124,8 +124,8 @@ def rules_tree() -> tuple[int, str, list[str]]:
         parts += [arrow((88, top + 29), (114, top + 29)), box(118, top, 176, 58)]
         parts.append(text(126, top + 24, of_path, 'code'))
         dimension = re.match(r'dimension (\d)', row.reason)
-        said = f'& FSDP: dimension {dimension[1]}' if of_size and dimension else '& FSDP: too small'
-        parts += [text(126, top + 46, said, 'muted'), arrow((294, top + 29), (322, top + 29))]
+        label = f'& FSDP: dimension {dimension[1]}' if of_size and dimension else '& FSDP: too small'
+        parts += [text(126, top + 46, label, 'muted'), arrow((294, top + 29), (322, top + 29))]
         parts.append(text(330, top + 34, str(row.spec), 'code'))
         cuts = cuts_of(helper, row.spec, tuple(range(len(row.shape))))
         width, height = (40, 44) if len(row.shape) == 2 else (9, 44)
@@ -213,7 +213,11 @@ def shardings_of_sjit(names: dict[str, Any]) -> dict[str, PartitionSpec]:
 
 def sent_by_line(plan: Any, block: str, code: str) -> float:
     """The MiB of the collectives of a line, in the forward and in the backward pass."""
-    line = next(number for number, each in enumerate(block.splitlines(), 1) if code in each and '@' in each)
+    line = next(
+        number
+        for number, source_line in enumerate(block.splitlines(), 1)
+        if code in source_line and '@' in source_line
+    )
     rows = [row for row in plan.collectives if row.source is not None and row.source.line == line]
     return sum(row.count * row.bytes for row in rows) / 2**20
 

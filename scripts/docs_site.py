@@ -67,15 +67,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     def on_site(path: Path) -> str:
         return os.path.relpath(pages[path.resolve()], os.path.dirname(page.file.src_uri))
 
-    def picture(found: re.Match[str]) -> str:
-        dark, light = (on_site(source.parent / name) for name in found.groups()[:2])
-        return f'<img src="{light}#only-light"{found[3]}><img src="{dark}#only-dark"{found[3]}>'
+    def picture(match: re.Match[str]) -> str:
+        dark, light = (on_site(source.parent / name) for name in match.groups()[:2])
+        return f'<img src="{light}#only-light"{match[3]}><img src="{dark}#only-dark"{match[3]}>'
 
-    def link(found: re.Match[str]) -> str:
-        name, anchor = found.groups()
+    def link(match: re.Match[str]) -> str:
+        name, anchor = match.groups()
         path = (source.parent / name).resolve()
         if '://' in name or not path.exists():
-            return found[0]
+            return match[0]
         if path in pages and name != source.name:  # the page of a notebook links to it
             name = on_site(path)
         else:
@@ -84,10 +84,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return f']({name}{anchor})'
 
     # A bar in code is escaped in the tables of GitHub, and not in those of Python-Markdown.
-    markdown = CODE_IN_TABLE.sub(lambda found: found[0].replace('\\|', '|'), markdown)
+    markdown = CODE_IN_TABLE.sub(lambda match: match[0].replace('\\|', '|'), markdown)
     markdown = PICTURE.sub(picture, markdown)
     text = '``` { .text .output .no-copy'
-    markdown = TEXT.sub(lambda found: f'{text} .prints }}' if found[1] else f'{text} }}', markdown)
+    markdown = TEXT.sub(lambda match: f'{text} .prints }}' if match[1] else f'{text} }}', markdown)
     return LINK.sub(link, markdown)
 
 
@@ -98,11 +98,11 @@ def cells_of(notebook: dict[str, Any], name: str) -> Iterator[str]:
         yield words if cell['cell_type'] == 'markdown' else f'```python\n{words}\n```'
         if not number:
             yield f'[This page as a notebook]({name})'
-        for place, output in enumerate(cell.get('outputs', ())):
+        for index, output in enumerate(cell.get('outputs', ())):
             data = output.get('data', {})
             text = ''.join(output.get('text') or data['text/plain']).rstrip('\n')
             yield (
-                f'<!-- shown {number} {place} -->'
+                f'<!-- shown {number} {index} -->'
                 if 'text/html' in data
                 else f'<!-- prints -->\n```text\n{text}\n```'
             )
@@ -112,12 +112,12 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     if Path(page.file.abs_src_path) in NOTEBOOKS:
         cells = json.loads(Path(page.file.abs_src_path).read_text(encoding='utf-8'))['cells']
 
-        def shown(found: re.Match[str]) -> str:
-            output = cells[int(found[1])]['outputs'][int(found[2])]
+        def shown(match: re.Match[str]) -> str:
+            output = cells[int(match[1])]['outputs'][int(match[2])]
             return f'<div class="shown">{"".join(output["data"]["text/html"])}</div>'
 
         html = SHOWN.sub(shown, html)
-    return OUTPUT.sub(lambda found: f'{found[1]}{"".join(in_parts(found[2]))}{found[3]}', html)
+    return OUTPUT.sub(lambda match: f'{match[1]}{"".join(in_parts(match[2]))}{match[3]}', html)
 
 
 def in_parts(text: str) -> Iterator[str]:
@@ -176,7 +176,7 @@ def with_tables(lines: list[str]) -> list[str]:
     if len(rules) < 3:
         return lines
     head, first, last = rules[:3]
-    columns = [found.start() for found in re.finditer('=+', lines[head])]
+    columns = [match.start() for match in re.finditer('=+', lines[head])]
     spans = [slice(*pair) for pair in zip(columns, [*columns[1:], None], strict=True)]
     rows: list[list[str]] = []
     for line in (*lines[head + 1 : first], *lines[first + 1 : last]):

@@ -152,10 +152,10 @@ def measure(fault: Fault) -> tuple[float, str, str, str, str]:
             seconds = time.monotonic() - begun
             if other.returncode is None:
                 return seconds, named, 'runs on', '', ''
-            own = ''
+            exit_of_faulty = ''
             if fault.whom in processes and fault.signal != signal.SIGSTOP:
-                own = describe(processes[fault.whom].wait(LONGEST_S))
-            return seconds, named, describe(other.returncode), own, last_words(log)
+                exit_of_faulty = describe(processes[fault.whom].wait(LONGEST_S))
+            return seconds, named, describe(other.returncode), exit_of_faulty, last_words(log)
         finally:
             for process in processes.values():
                 if process.poll() is None:
@@ -182,8 +182,8 @@ def last_words(log: Path) -> str:
     text = log.read_text(errors='replace')
     errors = re.findall(r'^(?:jax\.errors\.\w+|\w+Error).*$', text, re.MULTILINE)
     fatal = re.findall(r'^F\d+ .*?\] (.*)$|.*(Terminating process.*)$', text, re.MULTILINE)
-    found = [*errors, *(first or second for first, second in fatal)]
-    return (found[0] if found else '')[:160]
+    words = [*errors, *(first or second for first, second in fatal)]
+    return (words[0] if words else '')[:160]
 
 
 def main() -> None:
@@ -196,8 +196,11 @@ def main() -> None:
     )
     for fault in FAULTS:
         if only in fault.name:
-            seconds, named, other, own, words = measure(fault)
-            print(f'| {fault.name} | {seconds:.1f} s | {named} | {other} | {own} | {words} |', flush=True)
+            seconds, named, other, exit_of_faulty, words = measure(fault)
+            print(
+                f'| {fault.name} | {seconds:.1f} s | {named} | {other} | {exit_of_faulty} | {words} |',
+                flush=True,
+            )
 
 
 if __name__ == '__main__':

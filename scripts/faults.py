@@ -94,13 +94,14 @@ def disturb(training: Training, kills: int, chance: random.Random, end: float) -
 def check_resumes(training: Training, kills: list[Kill]) -> int:
     """That each start goes on from what was complete; returns the most steps that had to be done again."""
     lines, most = training.lines(), 0
-    for number, one in enumerate(kills, 1):
-        resumed = next(int(step) for step, what in lines[one.line :] if what == 'resumed')
-        if resumed < one.complete:
+    for number, victim in enumerate(kills, 1):
+        resumed = next(int(step) for step, what in lines[victim.line :] if what == 'resumed')
+        if resumed < victim.complete:
             raise Failed(
-                f'kill {number}, {one}: went on from step {resumed}, and step {one.complete} was complete'
+                f'kill {number}, {victim}: continued from step {resumed}, although step {victim.complete} '
+                'was complete'
             )
-        most = max(most, one.reached - resumed)
+        most = max(most, victim.reached - resumed)
     return most
 
 
@@ -128,7 +129,7 @@ def killed(folder: Path, count: int, seed: int, end: float) -> int:
         curve = losses(training)
         most = check_resumes(training, kills)
     compare(folder / 'undisturbed', training, curve, end)
-    where, whom = Counter(one.where for one in kills), Counter(one.whom for one in kills)
+    where, whom = Counter(victim.where for victim in kills), Counter(victim.whom for victim in kills)
     print(
         f'{len(kills)} kills: {", ".join(f"{where[name]} while {name}" for name in WHERE)}; the coordinator '
         f'{whom[(0,)]}, the other {whom[(1,)]}, both {whom[(0, 1)]}.\n'

@@ -56,8 +56,10 @@ def run(folder: Path, kind: tuple[str, ...]) -> float:
             for index, log in enumerate(logs):
                 command = [sys.executable, str(PROGRAM), str(folder), *kind]
                 with log.open('wb') as out:
-                    own = {**env, 'JAX_PROCESS_ID': str(index)}
-                    processes.append(subprocess.Popen(command, env=own, stdout=out, stderr=subprocess.STDOUT))
+                    process_env = {**env, 'JAX_PROCESS_ID': str(index)}
+                    processes.append(
+                        subprocess.Popen(command, env=process_env, stdout=out, stderr=subprocess.STDOUT)
+                    )
             for process in processes:
                 process.wait(max(begun + LONGEST_S - time.monotonic(), 0.01))
     except subprocess.TimeoutExpired:
@@ -68,6 +70,6 @@ def run(folder: Path, kind: tuple[str, ...]) -> float:
             process.kill()
             process.wait()
     if codes != [0, 0]:
-        said = '\n---\n'.join(log.read_text(errors='replace')[-2000:] for log in logs)
-        raise Failed(f'{" ".join(kind)}: the exit codes are {codes}, where None has not ended:\n{said}')
+        outputs = '\n---\n'.join(log.read_text(errors='replace')[-2000:] for log in logs)
+        raise Failed(f'{" ".join(kind)}: the exit codes are {codes}, where None has not ended:\n{outputs}')
     return time.monotonic() - begun

@@ -45,14 +45,14 @@ class Training:
         options: Sequence[str] = (),
         launch: Sequence[str] = (f'--processes={PROCESSES}',),
     ) -> None:
-        self.folder, self.said, self.steps = folder, folder / 'said', steps or folder / 'steps'
+        self.folder, self.log, self.steps = folder, folder / 'said', steps or folder / 'steps'
         folder.mkdir()
         self.aim_at(goal)
         command = [sys.executable, '-m', 'examples.launch.local', *launch, '--devices=2']
         command += [f'--restarts={starts}', '--', 'scripts/faults_training.py', str(folder)]
         command += [f'--steps={self.steps}', *options]
         env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
-        with self.said.open('wb') as out:
+        with self.log.open('wb') as out:
             self.launcher = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
 
     def __enter__(self) -> Training:
@@ -71,8 +71,8 @@ class Training:
 
     def started(self) -> list[tuple[int, int]]:
         """All processes so far: (index, id)."""
-        found = STARTED.findall(self.said.read_text(errors='replace'))
-        return [(int(index), int(pid)) for index, pid in found]
+        matches = STARTED.findall(self.log.read_text(errors='replace'))
+        return [(int(index), int(pid)) for index, pid in matches]
 
     def latest(self) -> dict[int, int]:
         """The ids of the processes that were started last, by index."""
@@ -100,7 +100,7 @@ class Training:
         end = time.monotonic() + seconds
         while not condition():
             if self.launcher.poll() is not None or time.monotonic() > end:
-                raise Failed(f'{what} did not come.\n{self.said.read_text(errors="replace")[-4000:]}')
+                raise Failed(f'{what} did not come.\n{self.log.read_text(errors="replace")[-4000:]}')
             time.sleep(0.002)
 
     def reached(self) -> int:
@@ -109,10 +109,10 @@ class Training:
 
     def norm(self) -> str:
         """What the training says of its parameters at the end."""
-        found = re.search(r'the norm of the parameters is (\S+)', self.said.read_text(errors='replace'))
-        if found is None:
-            raise Failed(f'the training did not end well:\n{self.said.read_text(errors="replace")[-4000:]}')
-        return found[1]
+        match = re.search(r'the norm of the parameters is (\S+)', self.log.read_text(errors='replace'))
+        if match is None:
+            raise Failed(f'the training did not end well:\n{self.log.read_text(errors="replace")[-4000:]}')
+        return match[1]
 
 
 def kill(pid: int) -> None:
@@ -126,11 +126,11 @@ def losses(*trainings: Training) -> dict[int, str]:
     Raises:
         Failed: two starts found different values for a step, or a step is missing.
     """
-    found: dict[int, str] = {}
+    loss_of_step: dict[int, str] = {}
     for step, value in (line for training in trainings for line in training.lines()):
-        if value != 'resumed' and found.setdefault(int(step), value) != value:
-            before, now = float.fromhex(found[int(step)]), float.fromhex(value)
+        if value != 'resumed' and loss_of_step.setdefault(int(step), value) != value:
+            before, now = float.fromhex(loss_of_step[int(step)]), float.fromhex(value)
             raise Failed(f'the loss of step {step} was {before!r}, and {now!r} when it was done again')
-    if missing := set(range(1, max(found) + 1)) - set(found):
+    if missing := set(range(1, max(loss_of_step) + 1)) - set(loss_of_step):
         raise Failed(f'steps without a loss: {sorted(missing)[:10]}')
-    return found
+    return loss_of_step

@@ -84,8 +84,8 @@ def lose(job: Training, left: int, chance: random.Random) -> Loss:
     if stage == 'joining':
         time.sleep(chance.uniform(0, 3))
     elif stage in ('restoring', 'compiling'):
-        said = 'joined' if stage == 'restoring' else 'restored'
-        job.wait_for(lambda: said in since_start(job), START_S, said)
+        expected_text = 'joined' if stage == 'restoring' else 'restored'
+        job.wait_for(lambda: expected_text in since_start(job), START_S, expected_text)
         time.sleep(chance.uniform(0, 0.5))
     else:
         job.wait_for(lambda: has_done_a_step(job, left + 1), START_S, 'a step')
@@ -113,7 +113,7 @@ def has_done_a_step(job: Training, processes: int) -> bool:
 
 def since_start(job: Training) -> str:
     """What was said since the latest start."""
-    return job.said.read_text(errors='replace').rpartition('launcher: process 0 has id')[2]
+    return job.log.read_text(errors='replace').rpartition('launcher: process 0 has id')[2]
 
 
 def farthest(trainings: Sequence[Training]) -> float:
@@ -122,23 +122,23 @@ def farthest(trainings: Sequence[Training]) -> float:
     Raises:
         Failed: it is no rounding.
     """
-    found: dict[int, list[float]] = {}
+    losses_of_step: dict[int, list[float]] = {}
     for step, value in (line for training in trainings for line in training.lines()):
         if value != 'resumed':
-            found.setdefault(int(step), []).append(float.fromhex(value))
-    spread = {step: (max(values) - min(values)) / abs(min(values)) for step, values in found.items()}
+            losses_of_step.setdefault(int(step), []).append(float.fromhex(value))
+    spread = {step: (max(values) - min(values)) / abs(min(values)) for step, values in losses_of_step.items()}
     step, far = max(spread.items(), key=lambda item: item[1])
     if far > ROUNDING:
-        raise Failed(f'step {step} has the losses {found[step]}')
+        raise Failed(f'step {step} has the losses {losses_of_step[step]}')
     return far
 
 
 def summary(lost: Sequence[Loss]) -> str:
     """How many processes were lost when, and the seconds from there to the end of the next step."""
-    stages = Counter(one.stage for one in lost)
+    stages = Counter(loss.stage for loss in lost)
     lines = [f'{len(lost)} processes lost: {", ".join(f"{stages[name]} while {name}" for name in STAGES)}.']
     for name, stopped in (('killed', False), ('stopped', True)):
-        if seconds := [one.seconds for one in lost if one.stopped == stopped]:
+        if seconds := [loss.seconds for loss in lost if loss.stopped == stopped]:
             lines.append(
                 f'Seconds until the next step had ended, of {len(seconds)} {name}: median '
                 f'{statistics.median(seconds):.1f}, at most {max(seconds):.1f}.'

@@ -113,7 +113,7 @@ def ended(old: Training, jobs: list[Training]) -> str:
     """Waits for the end of a job that has been replaced; returns how that was."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         old.launcher.wait(timeout=START_S)
-    text = old.said.read_text(errors='replace')
+    text = old.log.read_text(errors='replace')
     if old.launcher.poll() is None:
         raise Failed(f'the old job has not ended:\n{text[-4000:]}')
     named = {int(pid) for pid in TAKEN.findall(text)}
@@ -135,13 +135,13 @@ def check(folder: Path, first: int, number: int) -> None:
     steps = sorted(int(path.name) for path in (folder / 'steps').iterdir() if path.name.isdecimal())
     for step in steps[-NEWEST:]:
         try:
-            found = Checkpointer(folder / 'steps').restore(
+            state = Checkpointer(folder / 'steps').restore(
                 helper, PartitionSpec(), like, step, only='^marks?(/|$)', verify=True
             )
         except CheckpointError as error:
             if (folder / 'steps' / str(step)).exists():
                 raise Failed(f'step {step}: {error}') from error
             continue  # a newer one has come
-        job = job_of([found[name] for name in MARKS])
+        job = job_of([state[name] for name in MARKS])
         if step > first and job != number:
             raise Failed(f'step {step} is of job {job}, and job {number} has gone on from step {first}')

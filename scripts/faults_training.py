@@ -45,10 +45,10 @@ class Epochs(Iterator[np.ndarray]):
         self.examples = np.random.default_rng(0).normal(size=(EXAMPLES, WIDTH)).astype(np.float32)
 
     def __next__(self) -> np.ndarray:
-        epoch, place = divmod(self.batch, EXAMPLES // ROWS)
+        epoch, batch_index = divmod(self.batch, EXAMPLES // ROWS)
         order = np.random.default_rng((1, epoch)).permutation(EXAMPLES)
         self.batch += 1
-        return self.examples[order[place * ROWS : (place + 1) * ROWS][self.rows]]
+        return self.examples[order[batch_index * ROWS : (batch_index + 1) * ROWS][self.rows]]
 
     def get_state(self) -> dict[str, int]:
         return {'batch': self.batch}
@@ -70,8 +70,8 @@ def train_step(state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any],
     noise = jax.random.normal(jax.random.fold_in(state['key'], state['step']), batch.shape)
 
     def loss(params: dict[str, jax.Array]) -> jax.Array:
-        found = jax.nn.gelu((batch + 0.1 * noise) @ params['up']) @ params['down']
-        return jnp.mean(jnp.square(found - batch))
+        outputs = jax.nn.gelu((batch + 0.1 * noise) @ params['up']) @ params['down']
+        return jnp.mean(jnp.square(outputs - batch))
 
     value, gradients = jax.value_and_grad(loss)(state['params'])
     updates, adam = optimizer.update(gradients, state['adam'], state['params'])

@@ -64,8 +64,8 @@ def build(folder: Path) -> Path:
             shutil.copy(ROOT / file, source)
         shutil.copytree(ROOT / 'scalax', source / 'scalax', ignore=shutil.ignore_patterns('__pycache__'))
         run(sys.executable, '-m', 'build', '--no-isolation', '--outdir', folder, cwd=source)
-    made = sorted(folder.iterdir())
-    run(sys.executable, '-m', 'twine', 'check', '--strict', *made, cwd=folder)
+    archives = sorted(folder.iterdir())
+    run(sys.executable, '-m', 'twine', 'check', '--strict', *archives, cwd=folder)
     [wheel] = folder.glob('*.whl')
     return wheel
 
@@ -79,13 +79,13 @@ def smoke_test(environment: Path, folder: Path) -> list[str]:
     """
     python, script = environment / 'bin' / 'python', environment / 'bin' / 'scalax'
     # -I: the current folder is not on the path.
-    said = [run(python, '-I', '-W', 'error', '-c', IMPORT_EVERYTHING, cwd=folder)]
+    outputs = [run(python, '-I', '-W', 'error', '-c', IMPORT_EVERYTHING, cwd=folder)]
     code, printed = first_blocks((ROOT / 'README.md').read_text(encoding='utf-8'))
     got = run(python, '-I', '-c', code, cwd=folder)
     if got != printed:
         raise RuntimeError(f'the first blocks of the README print\n{got}\nand not\n{printed}')
-    said += [f'README: {len(code.splitlines())} lines run', run(script, '--version', cwd=folder)]
-    return [line.strip() for line in [*said, run(script, 'doctor', cwd=folder).splitlines()[0]]]
+    outputs += [f'README: {len(code.splitlines())} lines run', run(script, '--version', cwd=folder)]
+    return [line.strip() for line in [*outputs, run(script, 'doctor', cwd=folder).splitlines()[0]]]
 
 
 def first_blocks(page: str) -> tuple[str, str]:

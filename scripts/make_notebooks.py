@@ -45,7 +45,7 @@ def read_cells(script: str) -> list[Cell]:
     """The cells of a script."""
     cells: list[Cell] = []
     lines = script.splitlines()
-    starts = [(number, found) for number, line in enumerate(lines) if (found := _HEADER.fullmatch(line))]
+    starts = [(number, match) for number, line in enumerate(lines) if (match := _HEADER.fullmatch(line))]
     ends = [*(number for number, _ in starts[1:]), len(lines)]
     for (start, header), end in zip(starts, ends, strict=True):
         text = lines[start + 1 : end]
@@ -99,15 +99,15 @@ def _lines(text: str) -> list[str]:
 
 def notebook(cells: list[Cell], outputs: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """The notebook of these cells and outputs (format 4.5)."""
-    made: list[dict[str, Any]] = []
+    notebook_cells: list[dict[str, Any]] = []
     for number, (cell, shown) in enumerate(zip(cells, outputs, strict=True)):
-        count = 1 + sum(each['cell_type'] == 'code' for each in made)
+        count = 1 + sum(notebook_cell['cell_type'] == 'code' for notebook_cell in notebook_cells)
         tags = {'tags': [*cell.tags]} if cell.tags else {}
         common = {'id': f'cell-{number}', 'metadata': tags, 'source': _lines(cell.text)}
         code = {'cell_type': 'code', 'execution_count': count, 'outputs': shown}
-        made.append({**common, **(code if cell.is_code else {'cell_type': 'markdown'})})
+        notebook_cells.append({**common, **(code if cell.is_code else {'cell_type': 'markdown'})})
     return {
-        'cells': made,
+        'cells': notebook_cells,
         'metadata': {
             'kernelspec': {'display_name': 'Python 3', 'language': 'python', 'name': 'python3'},
             'language_info': {'name': 'python'},
@@ -117,9 +117,9 @@ def notebook(cells: list[Cell], outputs: list[list[dict[str, Any]]]) -> dict[str
     }
 
 
-def differences(made: dict[str, Any], kept: dict[str, Any]) -> str:
+def differences(new: dict[str, Any], old: dict[str, Any]) -> str:
     """In what two notebooks differ, line by line; empty if in nothing."""
-    texts = [json.dumps(each, indent=1, ensure_ascii=False).splitlines() for each in (kept, made)]
+    texts = [json.dumps(content, indent=1, ensure_ascii=False).splitlines() for content in (old, new)]
     return '\n'.join(difflib.unified_diff(*texts, 'notebook', 'script', lineterm='', n=5))
 
 
@@ -140,12 +140,12 @@ def make(script: Path, check: bool) -> bool:
     file = script.with_suffix('.ipynb')
     kept = json.loads(file.read_text(encoding='utf-8')) if file.exists() else {'cells': []}
     cells = read_cells(script.read_text(encoding='utf-8'))
-    made = notebook(cells, with_kept(cells, list(run(cells, script)), kept))
+    content = notebook(cells, with_kept(cells, list(run(cells, script)), kept))
     if check:
-        found = differences(made, kept)
-        print(found or f'{file.name} is as {script.name} makes it')
-        return not found
-    file.write_text(json.dumps(made, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
+        diff = differences(content, kept)
+        print(diff or f'{file.name} is as {script.name} makes it')
+        return not diff
+    file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
     print(f'{file.relative_to(ROOT)}: {len(cells)} cells, {file.stat().st_size:,} bytes')
     return True
 

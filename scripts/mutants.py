@@ -106,12 +106,14 @@ def mutants_of(file: str, source: str):
     """All mutants of a file, but for those of annotations, messages and what only type checkers read."""
 
     def visit(node: ast.AST, function: bool, quiet: bool):
-        told = [
+        context_nodes = [
             getattr(node, 'test', None),
             *getattr(node, 'targets', ()),
             *getattr(node, 'decorator_list', ()),
         ]
-        marks = {ast.unparse(each).rpartition('.')[2] for each in told if each}
+        marks = {
+            ast.unparse(context_node).rpartition('.')[2] for context_node in context_nodes if context_node
+        }
         if isinstance(node, ast.JoinedStr) or marks & {'TYPE_CHECKING', '__all__', 'overload'}:
             return
         for kind, old, text in () if quiet else changes(node):
@@ -146,17 +148,19 @@ def chosen_mutants(count: int, seed: int) -> list[Mutant]:
 
 
 def room_of(file: str) -> str:
-    """scalax/_compile/sjit/trace.py -> tests/compile/sjit; scalax/errors.py -> tests/test_errors."""
+    """scalax/_planning/cost/flops.py -> tests/planning; scalax/errors.py -> tests/test_errors."""
     *folders, name = file.removesuffix('.py').split('/')[1:]
-    inside = [folder.removeprefix('_') for folder in folders] or ['test_' + name.lstrip('_')]
-    return '/'.join(['tests', *inside])
+    names = [folder.removeprefix('_') for folder in folders] or ['test_' + name.lstrip('_')]
+    while len(names) > 1 and not Path(ROOT, 'tests', *names).is_dir():
+        names.pop()
+    return '/'.join(['tests', *names])
 
 
 class Tests:
     """A pytest plugin: keeps the chosen tests; with a report, writes which lines each reaches."""
 
     def __init__(self, chosen: list[str] | None, report: str | None) -> None:
-        self.order = {name: place for place, name in enumerate(chosen or ())}
+        self.order = {name: index for index, name in enumerate(chosen or ())}
         self.report, self.lines, self.failed = report, set(), ''
         if report:
             events, tool = sys.monitoring, sys.monitoring.COVERAGE_ID
@@ -247,29 +251,29 @@ def learned(folder: Path, logs: Path, jobs: int) -> list[dict]:
     def learn(path: Path) -> list[dict]:
         name = str(path.relative_to(ROOT))
         key = hashlib.sha256(common.digest() + name.encode() + path.read_bytes()).hexdigest()[:20]
-        known, report = CACHE / f'{key}.json', logs / f'{key}.jsonl'
-        if not known.exists():
+        cached, report = CACHE / f'{key}.json', logs / f'{key}.jsonl'
+        if not cached.exists():
             status = in_process(LEARN_S, str(folder), str(logs / f'{key}.log'), [name], None, str(report))
             tests = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
             failed = sum(test['failed'] for test in tests)
             print(f'learned {name}: {len(tests)} tests, {failed} failed, exit status {status}', flush=True)
-            known.write_text(json.dumps(tests), encoding='utf-8')
-        return json.loads(known.read_text(encoding='utf-8'))
+            cached.write_text(json.dumps(tests), encoding='utf-8')
+        return json.loads(cached.read_text(encoding='utf-8'))
 
     files = sorted((ROOT / 'tests').rglob('test_*.py'))
     files = [path for path in files if not any(part in str(path) for part in IGNORED)]
     with ThreadPoolExecutor(jobs) as pool:
-        found = [test for tests in pool.map(learn, files) for test in tests if not test['failed']]
-    for test in found:
+        passing = [test for tests in pool.map(learn, files) for test in tests if not test['failed']]
+    for test in passing:
         test['lines'] = {file: set(lines) for file, lines in test['lines'].items()}
-    return found
+    return passing
 
 
 def tests_of(mutant: Mutant, tests: list[dict]) -> list[list[str]]:
     """The tests that could notice a mutant, in rounds."""
-    wanted, room = set(range(mutant.lines[0], mutant.lines[1] + 1)), room_of(mutant.file)
+    changed_lines, room = set(range(mutant.lines[0], mutant.lines[1] + 1)), room_of(mutant.file)
     seen = [(test, test['lines'].get(mutant.file)) for test in tests]
-    reaching = [test for test, lines in seen if lines and (lines & wanted or wanted == {0})]
+    reaching = [test for test, lines in seen if lines and (lines & changed_lines or changed_lines == {0})]
     reaching = reaching or [test for test in tests if test['test'].startswith(room)]
     left = sorted(reaching, key=lambda test: (not test['test'].startswith(room), test['seconds']))
     rounds = []
@@ -291,8 +295,8 @@ def judge(mutant: Mutant, tests: list[dict], folder: Path, log: Path) -> None:
             files = list(dict.fromkeys(name.split('::')[0] for name in chosen))
             status = in_process(WALL_S, str(folder), str(log), files, chosen, None)
             if status not in (0, 5):
-                said = log.read_text(errors='replace').rpartition('FAILED-TEST ')
-                mutant.caught = said[2].strip() if said[1] else f'exit status {status}'
+                failure = log.read_text(errors='replace').rpartition('FAILED-TEST ')
+                mutant.caught = failure[2].strip() if failure[1] else f'exit status {status}'
                 return
     finally:
         path.write_text(source, encoding='utf-8')
@@ -318,14 +322,14 @@ def main() -> None:
         tests = learned(Path(scratch) / 'copy0', Path(scratch), args.jobs)
         mutants = chosen_mutants(args.count, args.seed)
 
-        def one(mutant: Mutant) -> None:
+        def judge_one(mutant: Mutant) -> None:
             folder = folders.get()
             judge(mutant, tests, folder, folder.with_suffix('.log'))
             folders.put(folder)
             print(f'{"caught  " if mutant.caught else "SURVIVED"} {mutant}', flush=True)
 
         with ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(one, mutants))
+            list(pool.map(judge_one, mutants))
     if args.output:
         args.output.write_text(json.dumps([asdict(mutant) for mutant in mutants], indent=1), encoding='utf-8')
     print('\nSurvivors:', *(mutant for mutant in mutants if not mutant.caught), sep='\n')

@@ -118,11 +118,11 @@ def compared(name: str, folder: Path) -> str:
         return f'{here}, but recorded with {then.versions} is {before}'
     helper = PROGRAMS[name].helper()
     fun, arguments = PROGRAMS[name].make(helper)
-    found: dict[Any, tuple[int, int]] = {}
+    planned: dict[Any, tuple[int, int]] = {}
     for row in make_plan(helper, fun, arguments, {}, quick=True).collectives:
-        count, size = found.get((row.kind, row.axes), (0, 0))
-        found[row.kind, row.axes] = count + row.count, size + row.count * row.bytes
-    return '' if found == here.collectives else f'a quick plan has {found}, and runs {here.collectives}'
+        count, size = planned.get((row.kind, row.axes), (0, 0))
+        planned[row.kind, row.axes] = count + row.count, size + row.count * row.bytes
+    return '' if planned == here.collectives else f'a quick plan has {planned}, and runs {here.collectives}'
 
 
 def _counts(name: str, text: str) -> Counts:

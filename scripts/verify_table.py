@@ -73,24 +73,26 @@ def verified(fault: Fault) -> VerificationReport | str:
             return f'{type(error).__name__}: {error}'
 
 
-def _row(name: str, fault: Fault, found: VerificationReport | str) -> str:
+def _row(name: str, fault: Fault, report: VerificationReport | str) -> str:
     what = name.replace('_', ' ')
     for word, better in _WORDS.items():
         what = what.replace(word, better)
     linked = f'[{what}]({fault.source})' if fault.source.startswith('http') else what
-    if isinstance(found, str):
-        return f'| {linked} | {_short(found)} | | |\n'
-    result = re.sub(r'^(.*) is (.*), and (.*) on one device$', r'\1: \2 (\3)', str(found.differences[0]))
+    if isinstance(report, str):
+        return f'| {linked} | {_short(report)} | | |\n'
+    result = re.sub(r'^(.*) is (.*), and (.*) on one device$', r'\1: \2 (\3)', str(report.differences[0]))
     first = ''
-    if found.first_difference is not None:
-        function = found.first_difference.line.partition(' ')[2]
+    if report.first_difference is not None:
+        function = report.first_difference.line.partition(' ')[2]
         # Without their lines, which change with every edit of the catalogue.
         inside = (
-            ', '.join(operation.split(' at ')[0] for operation in found.first_difference.device_dependent_ops)
+            ', '.join(
+                operation.split(' at ')[0] for operation in report.first_difference.device_dependent_ops
+            )
             or function
         )
-        first = f'`{found.first_difference.primitive}{f" ({inside})" if inside else ""}`'
-    gone = [ablation.change for ablation in found.ablations if ablation.still_differs is False]
+        first = f'`{report.first_difference.primitive}{f" ({inside})" if inside else ""}`'
+    gone = [ablation.change for ablation in report.ablations if ablation.still_differs is False]
     # With one change less it is gone already.
     least = [
         change
@@ -116,15 +118,15 @@ def main() -> int:
     missed: list[str] = []
     for table in (FAULTS, SOUND):
         for name, fault in table.items():
-            if not fault.shows or (options.names and not any(each in name for each in options.names)):
+            if not fault.shows or (options.names and not any(part in name for part in options.names)):
                 continue
-            found = verified(fault)
-            is_found = isinstance(found, str) or bool(found.differences)
+            report = verified(fault)
+            is_found = isinstance(report, str) or bool(report.differences)
             print(f'{"found" if is_found else "equal"}  {name}', flush=True)
             if is_found != (table is FAULTS):
                 missed.append(name)
             elif is_found:
-                rows[fault.kind].append(_row(name, fault, found))
+                rows[fault.kind].append(_row(name, fault, report))
     if missed:
         print(f'{len(missed)} with another outcome than expected: {", ".join(missed)}')
     if options.names:

@@ -80,12 +80,12 @@ class Decoder:
             shapes |= {'router': (self.width, self.experts)}
             shapes |= {'expert_gate': into, 'expert_up': into, 'expert_down': outof}
         stacked = {name: (self.layers, *shape) for name, shape in shapes.items()}
-        found: Weights = {'layers': stacked, 'embed': (self.vocabulary, self.width)}
+        weight_shapes: Weights = {'layers': stacked, 'embed': (self.vocabulary, self.width)}
         if not self.tied:
-            found['last'] = (self.vocabulary, self.width)
+            weight_shapes['last'] = (self.vocabulary, self.width)
         return jax.tree.map(
             lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-            found,
+            weight_shapes,
             is_leaf=lambda node: isinstance(node, tuple),
         )
 
@@ -158,8 +158,8 @@ def layer(model: Decoder, helper: MeshShardingHelper, x: jax.Array, weights: Wei
     constrain = helper.with_sharding_constraint
 
     def heads(name: str) -> jax.Array:
-        found = constrain(normed @ w[name], P(ROWS, None, 'tp'))
-        return found.reshape(*found.shape[:2], -1, model.head)
+        projected = constrain(normed @ w[name], P(ROWS, None, 'tp'))
+        return projected.reshape(*projected.shape[:2], -1, model.head)
 
     normed = constrain(_normed(x), P(ROWS))
     mixed = attention(helper, heads('query'), heads('key'), heads('value'))
@@ -193,9 +193,9 @@ def routed(model: Decoder, helper: MeshShardingHelper, x: jax.Array, w: Weights)
         sent = tokens[order // model.chosen].reshape(model.experts, -1, model.width)
         here = swap(sent, split_axis=0, concat_axis=1)
         hidden = jax.nn.silu(jnp.einsum('etd,edf->etf', here, gate)) * jnp.einsum('etd,edf->etf', here, up)
-        found = swap(jnp.einsum('etf,efd->etd', hidden, down), split_axis=1, concat_axis=0)
-        found = found.reshape(-1, model.width) * likes.reshape(-1)[order, None]
-        return jnp.zeros_like(tokens).at[order // model.chosen].add(found).reshape(x.shape)
+        expert_outputs = swap(jnp.einsum('etf,efd->etd', hidden, down), split_axis=1, concat_axis=0)
+        expert_outputs = expert_outputs.reshape(-1, model.width) * likes.reshape(-1)[order, None]
+        return jnp.zeros_like(tokens).at[order // model.chosen].add(expert_outputs).reshape(x.shape)
 
     names = ('router', 'expert_gate', 'expert_up', 'expert_down')
     specs = (P(ROWS), P(), *(P('expert'),) * 3)

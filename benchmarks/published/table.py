@@ -42,20 +42,24 @@ def lines(judged: Mapping[str, Judged]) -> Iterator[str]:
     """Both tables in Markdown: steps, and pairs of layouts of which both are judged."""
     yield '| step | overlapped | schedule | published | serial |'
     yield '|---|---|---|---|---|'
-    for name, each in judged.items():
-        seconds = (each.bound, each.scheduled, each.step.seconds, each.estimate)
+    for name, judgement in judged.items():
+        seconds = (judgement.bound, judgement.scheduled, judgement.step.seconds, judgement.estimate)
         yield f'| {name} | {" | ".join(map(_number, seconds))} |'
-    errors = [abs(each.scheduled / each.step.seconds - 1) for each in judged.values() if each.scheduled]
+    errors = [
+        abs(judgement.scheduled / judgement.step.seconds - 1)
+        for judgement in judged.values()
+        if judgement.scheduled
+    ]
     if errors:
         yield f'\nmedian error of {len(errors)} schedules: {statistics.median(errors):.0%}'
     yield '\n| steps | faster | slower | published | planned | schedule |'
     yield '|---|---|---|---|---|---|'
     for names in WINNERS:
         if all(name in judged for name in names):
-            one, other = (judged[name] for name in names)
-            tokens = one.step.tokens / other.step.tokens
-            scheduled = other.scheduled / one.scheduled if one.scheduled and other.scheduled else None
-            ratios = (other.step.seconds / one.step.seconds, other.objective / one.objective, scheduled)
+            first, second = (judged[name] for name in names)
+            tokens = first.step.tokens / second.step.tokens
+            scheduled = second.scheduled / first.scheduled if first.scheduled and second.scheduled else None
+            ratios = (second.step.seconds / first.step.seconds, second.objective / first.objective, scheduled)
             of_tokens = [None if ratio is None else ratio * tokens for ratio in ratios]
             layouts = [name.rpartition(', ')[2] for name in names]
             cells = [names[0].rpartition(', ')[0], *layouts, *map(_number, of_tokens)]

@@ -115,7 +115,7 @@ class Pipeline:
         stages, rounds, last = self.stages, self.rounds, self.stages - 1
         stage = jax.lax.axis_index('stage')
         groups = tuple(
-            {name: self._used(name, leaf[:, 0]) for name, leaf in each.items()} for each in (layers, sums)
+            {name: self._used(name, leaf[:, 0]) for name, leaf in stack.items()} for stack in (layers, sums)
         )
 
         # What layers take in is saved, and nothing else: not the weights of the group of each tick.
@@ -128,15 +128,15 @@ class Pipeline:
         def apply(x: jax.Array, weights: Weights) -> jax.Array:
             if self.gathered == 'tick':
                 return layer('fsdp', x, weights)
-            mine = x.reshape(self.mesh.shape['fsdp'], -1, *x.shape[1:])
-            return jax.vmap(functools.partial(layer, None))(mine, weights).reshape(x.shape)
+            local = x.reshape(self.mesh.shape['fsdp'], -1, *x.shape[1:])
+            return jax.vmap(functools.partial(layer, None))(local, weights).reshape(x.shape)
 
         def body(x: jax.Array, weights: Weights) -> tuple[jax.Array, None]:
             return apply(checkpoint_name(x, 'layer'), weights), None
 
         def tick(carry: tuple[jax.Array, ...], now: jax.Array) -> tuple[Any, None]:
-            parts, arrived, made = carry
-            sent = jax.lax.ppermute(made, 'stage', ring)
+            parts, arrived, output = carry
+            sent = jax.lax.ppermute(output, 'stage', ring)
             arrived = sent if self.hop == 1 else arrived
             # As many parts go around together as can be under way: what the last stage sends is then what
             # the first one needs.
@@ -146,10 +146,10 @@ class Pipeline:
             part = done // (rounds * together) * together + done % together
             first = (stage == 0) & (index == 0)
             x = jnp.where(first, jax.lax.dynamic_index_in_dim(parts, part, keepdims=False), arrived)
-            made = group(groups, index, constrain(x, RESIDUAL))
+            output = group(groups, index, constrain(x, RESIDUAL))
             # What idle ticks and earlier rounds write is overwritten by what is right.
-            parts = jax.lax.dynamic_update_index_in_dim(parts, made, part, 0)
-            return (parts, sent, made), None
+            parts = jax.lax.dynamic_update_index_in_dim(parts, output, part, 0)
+            return (parts, sent, output), None
 
         ring = [(i, (i + 1) % stages) for i in range(stages if rounds > 1 else last)]
         here = x.shape[0]
@@ -173,8 +173,8 @@ class Pipeline:
         replicas = jnp.broadcast_to(
             leaf[:, :, None], (*leaf.shape[:2], self.mesh.shape['fsdp'], *leaf.shape[2:])
         )
-        whole = [axis if axis == 'tp' else None for axis in LAYER[name]]
-        return constrain(replicas, P(None, None, 'fsdp', *whole))
+        other_axes = [axis if axis == 'tp' else None for axis in LAYER[name]]
+        return constrain(replicas, P(None, None, 'fsdp', *other_axes))
 
 
 @jax.custom_vjp

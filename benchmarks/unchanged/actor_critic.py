@@ -84,18 +84,18 @@ def advantages(rewards: jax.Array, ends: jax.Array, values: jax.Array) -> jax.Ar
         later = error + 0.95 * going * later
         return later, later
 
-    _, found = jax.lax.scan(back, jnp.zeros_like(errors[0]), (errors, going), reverse=True)
-    return with_sharding_annotation(found, 'numbers')
+    _, estimates = jax.lax.scan(back, jnp.zeros_like(errors[0]), (errors, going), reverse=True)
+    return with_sharding_annotation(estimates, 'numbers')
 
 
 def surrogate(log_probs: jax.Array, values: jax.Array, batch: Tree) -> jax.Array:
     """The clipped loss of the policy and the squared one of the values, over (T, B)."""
-    found = jax.lax.stop_gradient(advantages(batch['rewards'], batch['ends'], batch['values']))
-    targets = found + batch['values'][:-1]
-    found = (found - jnp.mean(found)) / (jnp.std(found) + 1e-6)
-    taken = jnp.take_along_axis(log_probs, batch['actions'][..., None], -1)[..., 0]
-    ratio = jnp.exp(with_sharding_annotation(taken, 'numbers') - batch['log_probs'])
-    gain = jnp.minimum(ratio * found, jnp.clip(ratio, 0.8, 1.2) * found)
+    advantage = jax.lax.stop_gradient(advantages(batch['rewards'], batch['ends'], batch['values']))
+    targets = advantage + batch['values'][:-1]
+    advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-6)
+    action_log_probs = jnp.take_along_axis(log_probs, batch['actions'][..., None], -1)[..., 0]
+    ratio = jnp.exp(with_sharding_annotation(action_log_probs, 'numbers') - batch['log_probs'])
+    gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
     entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, -1)
     return jnp.mean(0.5 * jnp.square(values - targets) - gain - 0.01 * entropy)
 

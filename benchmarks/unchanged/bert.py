@@ -75,11 +75,11 @@ def loss(params: Tree, batch: Tree, key: jax.Array, s: Sizes) -> jax.Array:
 
     def layer(x: jax.Array, inputs: tuple[Tree, jax.Array]) -> tuple[jax.Array, None]:
         w, key = inputs
-        one, two = jax.random.split(key)
+        attention_key, mlp_key = jax.random.split(key)
         y = with_sharding_annotation(blocks.attention(x, w['attention'], s.heads, bias), 'residual')
-        x = with_sharding_annotation(blocks.layer_norm(x + dropout(y, one), w['norm1']), 'residual')
+        x = with_sharding_annotation(blocks.layer_norm(x + dropout(y, attention_key), w['norm1']), 'residual')
         y = with_sharding_annotation(blocks.feed_forward(x, w['mlp']), 'residual')
-        x = blocks.layer_norm(x + dropout(y, two), w['norm2'])
+        x = blocks.layer_norm(x + dropout(y, mlp_key), w['norm2'])
         return with_sharding_annotation(x, 'residual'), None
 
     keys = jax.random.split(rest, s.layers)

@@ -77,10 +77,10 @@ def predict(params: Tree, images: jax.Array, times: jax.Array, labels: jax.Array
     waves = RADIANS * times[:, None] * jnp.exp(-jnp.linspace(0, 9, 128))
     waves = jnp.concatenate([jnp.sin(waves), jnp.cos(waves)], -1).astype(s.dtype)
     time = with_sharding_annotation(jax.nn.silu(waves @ params['time1']), 'row') @ params['time2']
-    said = jax.nn.silu(with_sharding_annotation(time + params['classes'][labels], 'row'))
+    conditioning = jax.nn.silu(with_sharding_annotation(time + params['classes'][labels], 'row'))
 
     def layer(x: jax.Array, w: Tree) -> tuple[jax.Array, None]:
-        shifts = with_sharding_annotation(said @ w['shifts'], 'row')
+        shifts = with_sharding_annotation(conditioning @ w['shifts'], 'row')
         shift1, scale1, gate1, shift2, scale2, gate2 = jnp.split(shifts[:, None], 6, -1)
         x = x + gate1 * blocks.attention(modulated(x, shift1, scale1), w['attention'], s.heads)
         x = with_sharding_annotation(x, 'residual')
@@ -88,7 +88,9 @@ def predict(params: Tree, images: jax.Array, times: jax.Array, labels: jax.Array
         return with_sharding_annotation(x, 'residual'), None
 
     x, _ = jax.lax.scan(jax.checkpoint(layer), x, params['layers'])
-    shift, scale = jnp.split(with_sharding_annotation(said @ params['last_shift'], 'row')[:, None], 2, -1)
+    shift, scale = jnp.split(
+        with_sharding_annotation(conditioning @ params['last_shift'], 'row')[:, None], 2, -1
+    )
     x = with_sharding_annotation(modulated(x, shift, scale) @ params['outward'], 'residual')
     x = x.reshape(rows, side, side, s.patch, s.patch, 4).transpose(0, 1, 3, 2, 4, 5)
     return x.reshape(images.shape)
@@ -101,8 +103,8 @@ def loss(params: Tree, batch: Tree, key: jax.Array, s: Sizes) -> jax.Array:
     noise = with_sharding_annotation(jax.random.normal(for_noise, images.shape), 'image')
     share = times[:, None, None, None]
     noisy = with_sharding_annotation((1 - share) * images + share * noise, 'image').astype(s.dtype)
-    found = with_sharding_annotation(predict(params, noisy, times, batch['labels'], s), 'image')
-    return jnp.mean(jnp.square(found.astype('float32') - (noise - images)))
+    prediction = with_sharding_annotation(predict(params, noisy, times, batch['labels'], s), 'image')
+    return jnp.mean(jnp.square(prediction.astype('float32') - (noise - images)))
 
 
 def models(size: Size) -> list[Model]:

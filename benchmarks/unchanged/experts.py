@@ -145,16 +145,16 @@ def one_hot(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Array]:
     mask = jax.nn.one_hot(chosen, s.experts, dtype='int32')
     # First choices come before second ones.
     flat = mask.swapaxes(1, 2).reshape(-1, s.chosen * length, s.experts)
-    place = (jnp.cumsum(flat, 1) - 1).reshape(-1, s.chosen, length, s.experts).swapaxes(1, 2)
-    place = jnp.sum(place * mask, -1)
-    slots = jax.nn.one_hot(place, capacity, dtype=x.dtype)
+    position = (jnp.cumsum(flat, 1) - 1).reshape(-1, s.chosen, length, s.experts).swapaxes(1, 2)
+    position = jnp.sum(position * mask, -1)
+    slots = jax.nn.one_hot(position, capacity, dtype=x.dtype)
     dispatch = jnp.einsum('gske,gskc->gsec', mask.astype(x.dtype), slots)
     combine = jnp.einsum('gsk,gske,gskc->gsec', weights.astype(x.dtype), mask.astype(x.dtype), slots)
     dispatch, combine = (with_sharding_annotation(y, 'routing') for y in (dispatch, combine))
-    taken = with_sharding_annotation(jnp.einsum('gsec,gsd->egcd', dispatch, x), 'taken')
-    taken = with_sharding_annotation(with_sharding_annotation(taken, 'arrived'), 'whole')
-    gate = jnp.einsum('egcd,edh->egch', taken, w['gate'])
-    hidden = jax.nn.silu(gate) * jnp.einsum('egcd,edh->egch', taken, w['up'])
+    dispatched = with_sharding_annotation(jnp.einsum('gsec,gsd->egcd', dispatch, x), 'taken')
+    dispatched = with_sharding_annotation(with_sharding_annotation(dispatched, 'arrived'), 'whole')
+    gate = jnp.einsum('egcd,edh->egch', dispatched, w['gate'])
+    hidden = jax.nn.silu(gate) * jnp.einsum('egcd,edh->egch', dispatched, w['up'])
     hidden = with_sharding_annotation(hidden, 'hidden')
     out = with_sharding_annotation(jnp.einsum('egch,ehd->egcd', hidden, w['down']), 'out')
     out = with_sharding_annotation(out, 'returned')
@@ -167,9 +167,9 @@ def sorted_tokens(x: jax.Array, w: Tree, chosen: jax.Array, weights: jax.Array) 
     tokens = x.reshape(-1, x.shape[-1])
     order = jnp.argsort(chosen.reshape(-1))
     sizes = jnp.bincount(chosen.reshape(-1), length=experts)
-    taken = tokens[order // count]
-    hidden = jax.nn.silu(jax.lax.ragged_dot(taken, w['gate'], sizes)) * jax.lax.ragged_dot(
-        taken, w['up'], sizes
+    routed = tokens[order // count]
+    hidden = jax.nn.silu(jax.lax.ragged_dot(routed, w['gate'], sizes)) * jax.lax.ragged_dot(
+        routed, w['up'], sizes
     )
     out = jax.lax.ragged_dot(hidden, w['down'], sizes)
     out = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
@@ -186,7 +186,7 @@ def dropless_by_row(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Arr
     weights, chosen, uneven = route(x, w, s)
 
     def of_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        x, chosen, weights = (each[None] for each in row)
+        x, chosen, weights = (array[None] for array in row)
         return sorted_tokens(x, w, chosen, weights)[0]
 
     return jax.lax.map(of_row, (x, chosen, weights)), uneven
@@ -199,8 +199,8 @@ def dense(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Array]:
     for expert in range(s.experts):
         hidden = jax.nn.silu(x @ w['gate'][expert]) * (x @ w['up'][expert])
         out = with_sharding_annotation(hidden, 'all_hidden') @ w['down'][expert]
-        own = jnp.sum(jnp.where(chosen == expert, weights, 0), -1, keepdims=True)
-        total += own.astype(x.dtype) * out
+        expert_weight = jnp.sum(jnp.where(chosen == expert, weights, 0), -1, keepdims=True)
+        total += expert_weight.astype(x.dtype) * out
     return total, uneven
 
 
@@ -217,10 +217,10 @@ def dropless_by_hand(x: jax.Array, w: Tree, s: Sizes, axes: tuple[str, ...]) -> 
         specs = {'gate': P(None, None, 'fsdp'), 'up': P(None, None, 'fsdp'), 'down': P(None, 'fsdp')}
 
     def here(x: jax.Array, w: Tree, chosen: jax.Array, weights: jax.Array) -> jax.Array:
-        def whole(name: str, y: jax.Array) -> jax.Array:
+        def gathered(name: str, y: jax.Array) -> jax.Array:
             return jax.lax.all_gather(y, 'fsdp', axis=list(specs[name]).index('fsdp'), tiled=True)
 
-        out = sorted_tokens(x, {name: whole(name, y) for name, y in w.items()}, chosen, weights)
+        out = sorted_tokens(x, {name: gathered(name, y) for name, y in w.items()}, chosen, weights)
         return jax.lax.psum(out, tp) if tp else out
 
     rows = P(axes)

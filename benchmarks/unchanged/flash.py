@@ -99,12 +99,12 @@ def kernel_forward(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> Forw
     batch, length, heads, size = q.shape
     q, k, v = (x.swapaxes(1, 2).reshape(batch * heads, length, size) for x in (q, k, v))
     part = pl.BlockSpec((1, block, size), lambda head, i: (head, i, 0))
-    whole = pl.BlockSpec((1, length, size), lambda head, i: (head, 0, 0))
+    full_sequence = pl.BlockSpec((1, length, size), lambda head, i: (head, 0, 0))
     # Small blocks are for tests without a TPU.
     out, sums = pl.pallas_call(
         functools.partial(kernel, block=block),
         grid=(batch * heads, length // block),
-        in_specs=[part, whole, whole],
+        in_specs=[part, full_sequence, full_sequence],
         out_specs=[part, pl.BlockSpec((1, block, 1), lambda head, i: (head, i, 0))],
         out_shape=[
             jax.ShapeDtypeStruct(q.shape, q.dtype),

@@ -91,25 +91,25 @@ def loss(params: Tree, batch: Tree, s: Sizes, at: Any = at, summed: Any = summed
         return (with_sharding_annotation(nodes, 'rows'), edges), None
 
     (nodes, _), _ = jax.lax.scan(jax.checkpoint(step), (nodes, edges), params['steps'])
-    found = with_sharding_annotation(nodes @ params['out'], 'rows').astype('float32')
-    errors = jnp.mean(jnp.square(found - batch['targets']), -1)
+    predictions = with_sharding_annotation(nodes @ params['out'], 'rows').astype('float32')
+    errors = jnp.mean(jnp.square(predictions - batch['targets']), -1)
     return jnp.sum(errors * batch['real']) / jnp.sum(batch['real'])
 
 
 def mapped_loss(params: Tree, batch: Tree, s: Sizes) -> jax.Array:
     """Each graph looks up and sums its own nodes, in a `jax.vmap` over graphs of one size."""
 
-    def own(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def by_graph(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
         graphs = len(batch['nodes']) // s.nodes
-        numbers = indices.reshape(graphs, -1) - s.nodes * jnp.arange(graphs)[:, None]
-        return values.reshape(graphs, -1, s.width), numbers
+        node_indices = indices.reshape(graphs, -1) - s.nodes * jnp.arange(graphs)[:, None]
+        return values.reshape(graphs, -1, s.width), node_indices
 
     def at_own(values: jax.Array, indices: jax.Array) -> jax.Array:
-        return jax.vmap(at)(*own(values, indices)).reshape(-1, s.width)
+        return jax.vmap(at)(*by_graph(values, indices)).reshape(-1, s.width)
 
     def sum_own(values: jax.Array, indices: jax.Array, count: int) -> jax.Array:
-        each = jax.vmap(lambda values, indices: summed(values, indices, s.nodes))
-        return each(*own(values, indices)).reshape(count, s.width)
+        sum_of_graph = jax.vmap(lambda values, indices: summed(values, indices, s.nodes))
+        return sum_of_graph(*by_graph(values, indices)).reshape(count, s.width)
 
     return loss(params, batch, s, at_own, sum_own)
 
@@ -117,7 +117,7 @@ def mapped_loss(params: Tree, batch: Tree, s: Sizes) -> jax.Array:
 def hand_loss(params: Tree, batch: Tree, s: Sizes, axes: tuple[str, ...]) -> jax.Array:
     """No edge leaves the rows of a device: each gathers and sums among its own nodes."""
 
-    def own(fun: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def on_device(fun: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         rows = P(axes)
         return jax.shard_map(fun, in_specs=(rows, rows), out_specs=rows, axis_names=set(axes))
 
@@ -130,9 +130,9 @@ def hand_loss(params: Tree, batch: Tree, s: Sizes, axes: tuple[str, ...]) -> jax
             share = count // jax.lax.axis_size(axes)
             return summed(values, indices - jax.lax.axis_index(axes) * share, share)
 
-        return own(local)(values, indices)
+        return on_device(local)(values, indices)
 
-    return loss(params, batch, s, own(at_own), sum_own)
+    return loss(params, batch, s, on_device(at_own), sum_own)
 
 
 def models(size: Size) -> list[Model]:

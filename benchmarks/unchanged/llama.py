@@ -98,11 +98,11 @@ def models(size: Size) -> list[Model]:
     if size == 'small':
         config = ModelConfig(width=32, layers=2, heads=4, kv_heads=2)
         return [llama('LLaMA-3 8B', config, 16, dtype='float32')]
-    found = []
+    variants = []
     for name, config in (('LLaMA-3 8B', LLAMA_8B), ('LLaMA-3 70B', LLAMA_70B)):
-        found += [
+        variants += [
             llama(name, config, SEQUENCE),
             llama(f'{name}, by MaxText', config, SEQUENCE, MAXTEXT),
             llama(f'{name}, by MaxText, width over tp', config, SEQUENCE, MAXTEXT, WIDTH),
         ]
-    return found
+    return variants

@@ -74,12 +74,12 @@ def plan(model: Model, strategy: Strategy, topology: str, variant: str) -> Plan:
     return make_plan(helper, step, args, {}, quick=True)
 
 
-def figures(found: Plan) -> dict[str, float]:
+def figures(step_plan: Plan) -> dict[str, float]:
     """GiB that a device sends, and has at the peak; seconds of the roofline without overlap and with it."""
-    seconds = found.roofline().step_seconds
+    seconds = step_plan.roofline().step_seconds
     return {
-        'moved': sum(map(sent, found.collectives)) / 2**30,
-        'peak': found.memory.peak / 2**30,
+        'moved': sum(map(sent, step_plan.collectives)) / 2**30,
+        'peak': step_plan.memory.peak / 2**30,
         'estimate': seconds.serial,
         'bound': seconds.overlapped,
     }
@@ -90,10 +90,10 @@ def sent(row: Collective) -> float:
 
     The steps of a ring of permutes send as much as an all-gather; a sum, as much as a scatter and a gather.
     """
-    whole, devices = row.bytes * row.count, row.group
+    total_bytes, devices = row.bytes * row.count, row.group
     if row.kind == 'collective-permute':
-        return whole / devices
-    others = whole * (devices - 1) / devices
+        return total_bytes / devices
+    others = total_bytes * (devices - 1) / devices
     if row.kind in ('all-to-all', 'ragged-all-to-all'):
         return others / devices
     return 2 * others if row.kind == 'all-reduce' else others

@@ -85,8 +85,8 @@ class Strategy:
 
     def bound(self, spec: P) -> P:
         """A spec of `Model.hand` over this mesh."""
-        known = {'batch': self.batch_axes, **{name: name for name in self.mesh}}
-        return P(*(known.get(entry) if isinstance(entry, str) else entry for entry in spec))
+        mesh_axes = {'batch': self.batch_axes, **{name: name for name in self.mesh}}
+        return P(*(mesh_axes.get(entry) if isinstance(entry, str) else entry for entry in spec))
 
     def batch(self, model: Model) -> P:
         """Where the arrays of a batch are."""

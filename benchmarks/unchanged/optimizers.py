@@ -46,14 +46,14 @@ def muon_by_hand(mesh: Mapping[str, int]) -> optax.GradientTransformation:
         leaves, structure = jax.tree.flatten_with_path(updates)
         names = [path[-1].key for path, _ in leaves]
         wide = [x if x.shape[1] <= x.shape[2] else x.swapaxes(1, 2) for _, x in leaves]
-        found = dict.fromkeys(names, wide[0])
+        orthogonalized = dict.fromkeys(names, wide[0])
         for shape in {x.shape for x in wide}:
             group = [(name, x) for name, x in zip(names, wide, strict=True) if x.shape == shape]
             parts = jnp.split(_whole(jnp.concatenate([x for _, x in group]), mesh), len(group))
-            found.update({name: part for (name, _), part in zip(group, parts, strict=True)})
+            orthogonalized.update({name: part for (name, _), part in zip(group, parts, strict=True)})
         results = []
         for name, (_, x) in zip(names, leaves, strict=True):
-            result = found[name] if x.shape[1] <= x.shape[2] else found[name].swapaxes(1, 2)
+            result = orthogonalized[name] if x.shape[1] <= x.shape[2] else orthogonalized[name].swapaxes(1, 2)
             spec = P(*(axis if axis in mesh else None for axis in SPECS[name]))
             scale = math.sqrt(max(1, x.shape[2] / x.shape[1]))
             results.append(scale * with_sharding_constraint(result, spec))
@@ -99,16 +99,16 @@ def _whole(stack: jax.Array, mesh: Mapping[str, int]) -> jax.Array:
 def models(size: Size) -> list[Model]:
     """8B with Muon, and with Adafactor, whose state has rows and columns of weights."""
     small = ModelConfig(width=32, layers=2, heads=4, kv_heads=2)
-    found = llama('', small, 16, dtype='float32') if size == 'small' else llama('', LLAMA_8B, SEQUENCE)
+    model = llama('', small, 16, dtype='float32') if size == 'small' else llama('', LLAMA_8B, SEQUENCE)
     optimizer = muon(RATE, muon_weight_dimension_numbers=numbers)
-    params = jax.eval_shape(found.init, jax.random.key(0))
+    params = jax.eval_shape(model.init, jax.random.key(0))
     return [
-        dataclasses.replace(found, name='LLaMA-3 8B, Muon', optimizer=optimizer, hand_optimizer=muon_by_hand),
+        dataclasses.replace(model, name='LLaMA-3 8B, Muon', optimizer=optimizer, hand_optimizer=muon_by_hand),
         dataclasses.replace(
-            found,
+            model,
             name='LLaMA-3 8B, Adafactor',
             optimizer=optax.adafactor(RATE),
-            columns_and_rows=OptimizerStateShardingRule(found.columns_and_rows, params),
-            fsdp_rule=OptimizerStateShardingRule(found.fsdp_rule, params),
+            columns_and_rows=OptimizerStateShardingRule(model.columns_and_rows, params),
+            fsdp_rule=OptimizerStateShardingRule(model.fsdp_rule, params),
         ),
     ]

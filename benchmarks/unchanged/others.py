@@ -294,11 +294,11 @@ def hugging_face(entry: HuggingFace, size: Size) -> Model:
     def loss(params: Tree, batch: Tree, key: jax.Array) -> Any:
         arrays = {name: x for name, x in batch.items() if name != 'labels'}
         if stats is None:
-            found = model(**arrays, params=params, dropout_rng=key, train=True)
-            return mean_loss(found, batch.get('labels'))
+            outputs = model(**arrays, params=params, dropout_rng=key, train=True)
+            return mean_loss(outputs, batch.get('labels'))
         before = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stats)
-        found, after = model(**arrays, params={'params': params, 'batch_stats': before}, train=True)
-        return mean_loss(found, batch['labels']), after
+        outputs, after = model(**arrays, params={'params': params, 'batch_stats': before}, train=True)
+        return mean_loss(outputs, batch['labels']), after
 
     return model_of(
         entry.name,
@@ -311,16 +311,18 @@ def hugging_face(entry: HuggingFace, size: Size) -> Model:
     )
 
 
-def mean_loss(found: Any, labels: jax.Array | None) -> jax.Array:
+def mean_loss(outputs: Any, labels: jax.Array | None) -> jax.Array:
     """What a model of transformers is trained by."""
     if labels is None:  # images and texts in pairs
-        similar = found.logits_per_image
+        similar = outputs.logits_per_image
         pairs = jnp.arange(len(similar))
         return (cross_entropy(similar, pairs) + cross_entropy(similar.T, pairs)) / 2
-    if found.logits.ndim == labels.ndim + 1 and found.logits.shape[:-1] == labels.shape:
-        return cross_entropy(found.logits, labels)
-    shape = found.logits.shape[:2]  # speech, and letters without places
-    losses = optax.ctc_loss(found.logits.astype('float32'), jnp.zeros(shape), labels, jnp.zeros(labels.shape))
+    if outputs.logits.ndim == labels.ndim + 1 and outputs.logits.shape[:-1] == labels.shape:
+        return cross_entropy(outputs.logits, labels)
+    shape = outputs.logits.shape[:2]  # speech, and letters without places
+    losses = optax.ctc_loss(
+        outputs.logits.astype('float32'), jnp.zeros(shape), labels, jnp.zeros(labels.shape)
+    )
     return jnp.mean(losses) / shape[1]
 
 
@@ -337,7 +339,7 @@ def tunix(size: Size) -> Iterator[Model]:
     def module(name: str) -> Any:
         return importlib.import_module(f'tunix.models.{name}.model')
 
-    own = {
+    small_config = {
         'num_layers': 2,
         'embed_dim': 32,
         'hidden_dim': 64,
@@ -352,7 +354,7 @@ def tunix(size: Size) -> Iterator[Model]:
         ('Gemma-3 270M, tunix', gemma.Gemma3, gemma.ModelConfig.gemma3_270m(), 'num_embed'),
     ):
         if size == 'small':
-            config = dataclasses.replace(config, **own, **{vocabulary: 64})
+            config = dataclasses.replace(config, **small_config, **{vocabulary: 64})
         yield of_nnx(nnx, name, size, functools.partial(kind, config))
 
 
@@ -396,8 +398,8 @@ def resnet(size: Size) -> Model:
 
     module = hk.transform_with_state(network)
     side = 32 if size == 'small' else 224
-    one = jax.ShapeDtypeStruct((1, side, side, 3), 'float32')
-    _, stats = jax.eval_shape(module.init, jax.random.key(0), one)
+    image = jax.ShapeDtypeStruct((1, side, side, 3), 'float32')
+    _, stats = jax.eval_shape(module.init, jax.random.key(0), image)
 
     def loss(params: Tree, batch: Tree, key: jax.Array) -> tuple[jax.Array, Tree]:
         before = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stats)
@@ -407,8 +409,8 @@ def resnet(size: Size) -> Model:
     return model_of(
         'ResNet-50, Haiku',
         size,
-        init=lambda key: module.init(key, jnp.zeros(one.shape))[0],
-        inputs={'images': (one.shape[1:], 'float32'), 'labels': ((), 'int32')},
+        init=lambda key: module.init(key, jnp.zeros(image.shape))[0],
+        inputs={'images': (image.shape[1:], 'float32'), 'labels': ((), 'int32')},
         loss=loss,
         rows=32,
         has_aux=True,
@@ -422,8 +424,8 @@ def evoformer(size: Size) -> Model:
         importlib.import_module(f'alphafold.model.{name}')
         for name in ('config', 'layer_stack', 'modules', 'prng')
     )
-    own = config.model_config('model_1').model
-    stack, shared = own.embeddings_and_evoformer, own.global_config
+    module_config = config.model_config('model_1').model
+    stack, shared = module_config.embeddings_and_evoformer, module_config.global_config
     shared.deterministic = False
     shared.subbatch_size = None  # which is for memory in inference
     amino_acids = 23
@@ -438,8 +440,8 @@ def evoformer(size: Size) -> Model:
 
         def once(state: tuple[Tree, Any]) -> tuple[Tree, Any]:
             activations, key = state
-            key, own = key.split()
-            return block(activations, masks, is_training=True, safe_key=own), key
+            key, module_config = key.split()
+            return block(activations, masks, is_training=True, safe_key=module_config), key
 
         def one_hot(x: jax.Array) -> jax.Array:
             return jax.nn.one_hot(x, amino_acids, dtype=DTYPES[size])
@@ -457,8 +459,8 @@ def evoformer(size: Size) -> Model:
 
     def loss(params: Tree, batch: Tree, key: jax.Array) -> jax.Array:
         keys = jax.random.split(key, len(batch['msa']))
-        one = functools.partial(module.apply, params)
-        return cross_entropy(jax.vmap(one)(keys, batch['msa'], batch['pair']), batch['labels'])
+        of_example = functools.partial(module.apply, params)
+        return cross_entropy(jax.vmap(of_example)(keys, batch['msa'], batch['pair']), batch['labels'])
 
     return model_of(
         'Evoformer, AlphaFold',

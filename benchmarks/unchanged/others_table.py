@@ -46,11 +46,11 @@ def lines(pairs: Sequence[tuple[Model, Model]], topology: str) -> Iterator[str]:
 
 def _cells(model: Model, topology: str) -> Iterator[str]:
     least = ideal(model, topology)
-    found = [measured(model, FSDP, topology, variant) for variant in ('partitioned', 'plain')]
+    results = [measured(model, FSDP, topology, variant) for variant in ('partitioned', 'plain')]
     yield f'{least:.3g} GiB'
-    yield from (REFUSED if each is None else f'{each["moved"] / least:.2f}' for each in found)
+    yield from (REFUSED if result is None else f'{result["moved"] / least:.2f}' for result in results)
     for figure, unit in (('peak', 'GiB'), ('seconds', 's')):
-        yield from (REFUSED if each is None else f'{each[figure]:.3g} {unit}' for each in found)
+        yield from (REFUSED if result is None else f'{result[figure]:.3g} {unit}' for result in results)
 
 
 def show(topology: str, name: str) -> None:
@@ -67,5 +67,5 @@ def show(topology: str, name: str) -> None:
         if not pairs:
             names = '; '.join(model.name for model in models('large'))
             raise SystemExit(f'no model holds {name!r} in its name: {names}')
-        for each in lines(pairs, topology):
-            print(each, flush=True)
+        for text in lines(pairs, topology):
+            print(text, flush=True)

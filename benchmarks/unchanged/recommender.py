@@ -89,8 +89,8 @@ def loss(params: Tree, batch: Tree) -> jax.Array:
         features.append(with_sharding_annotation(table[indices], 'found'))
     x = with_sharding_annotation(jnp.stack(features, 1), 'pairs')
     pairs = with_sharding_annotation(jnp.einsum('bfd,bgd->bfg', x, x), 'pairs')
-    one, other = jnp.tril_indices(len(features), -1)
-    logits = top(jnp.concatenate([dense, pairs[:, one, other]], -1), params['top'])[:, 0]
+    left, right = jnp.tril_indices(len(features), -1)
+    logits = top(jnp.concatenate([dense, pairs[:, left, right]], -1), params['top'])[:, 0]
     losses = jax.nn.softplus(logits) - batch['clicked'] * logits
     return jnp.mean(losses)
 

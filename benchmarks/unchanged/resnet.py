@@ -78,13 +78,13 @@ def conv(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
 
 def loss(params: Tree, batch: Tree, s: Sizes) -> tuple[jax.Array, list[Tree]]:
     """The mean loss, and the mean and variance that every BatchNorm found, for the running averages."""
-    found: list[Tree] = []
+    statistics: list[Tree] = []
 
     def norm(x: jax.Array, w: Tree) -> jax.Array:
         y = x.astype('float32')
         mean, squares = jnp.mean(y, (0, 1, 2)), jnp.mean(jnp.square(y), (0, 1, 2))
         variance = squares - jnp.square(mean)
-        found.append({'mean': mean, 'variance': variance})
+        statistics.append({'mean': mean, 'variance': variance})
         y = (y - mean) * jax.lax.rsqrt(variance + 1e-5)
         return y.astype(x.dtype) * w['scale'] + w['bias']
 
@@ -105,7 +105,7 @@ def loss(params: Tree, batch: Tree, s: Sizes) -> tuple[jax.Array, list[Tree]]:
                 x = norm(conv(x, w['skip'], stride), w['norm4'])
             x = with_sharding_annotation(jax.nn.relu(x + y), 'residual')
     logits = jnp.mean(x, (1, 2)) @ params['head']
-    return jnp.mean(cross_entropy(logits, batch['labels'])), found
+    return jnp.mean(cross_entropy(logits, batch['labels'])), statistics
 
 
 def models(size: Size) -> list[Model]:

@@ -76,9 +76,9 @@ def windowed(x: jax.Array, window: jax.Array) -> jax.Array:
     return sum((padded[:, i : i + x.shape[1]] * window[i] for i in range(len(window))), jnp.zeros_like(x))
 
 
-def combined(one: Any, two: Any) -> Any:
+def combined(first: Any, second: Any) -> Any:
     """Two steps of h = a h + b in one."""
-    return one[0] * two[0], one[1] * two[0] + two[1]
+    return first[0] * second[0], first[1] * second[0] + second[1]
 
 
 def mixer(x: jax.Array, w: Tree, s: Sizes) -> jax.Array:

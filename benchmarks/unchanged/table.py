@@ -27,9 +27,12 @@ REFUSED = '-'
 
 def measure(model: Model, strategy: Strategy, topology: str, variant: str) -> Figures:
     """The figures of one cell, by a quick plan."""
-    found = plan(model, strategy, topology, variant)
-    its = figures(found)
-    return {**its, 'seconds': its['estimate'] if found.schedule is None else found.schedule.seconds}
+    measured_plan = plan(model, strategy, topology, variant)
+    its = figures(measured_plan)
+    return {
+        **its,
+        'seconds': its['estimate'] if measured_plan.schedule is None else measured_plan.schedule.seconds,
+    }
 
 
 def lines(
@@ -43,14 +46,14 @@ def lines(
     for _, name, _ in FIGURES:
         head += [f'{name} by hand', *RATIOS]
     names = [model.name for model in models], [strategy.name for strategy in strategies]
-    first = [max(map(len, (title, *each))) for title, each in zip(head, names, strict=False)]
+    first = [max(map(len, (title, *column))) for title, column in zip(head, names, strict=False)]
     widths = [*first, *map(len, head[2:])]
     yield line(head, widths)
     yield '|' + '|'.join('-' * (width + 2) for width in widths) + '|'
     for model in models:
         for strategy in strategies:
-            found = {variant: measured(model, strategy, topology, variant, measure) for variant in VARIANTS}
-            yield line([model.name, strategy.name, *_cells(found)], widths)
+            results = {variant: measured(model, strategy, topology, variant, measure) for variant in VARIANTS}
+            yield line([model.name, strategy.name, *_cells(results)], widths)
 
 
 def measured(
@@ -64,12 +67,12 @@ def measured(
         return None
 
 
-def _cells(found: Mapping[str, Figures | None]) -> Iterator[str]:
-    hand = found['hand']
+def _cells(results: Mapping[str, Figures | None]) -> Iterator[str]:
+    hand = results['hand']
     for name, _, unit in FIGURES:
         yield REFUSED if hand is None else f'{hand[name]:.3g} {unit}'
         for variant in RATIOS:
-            other = found[variant]
+            other = results[variant]
             yield REFUSED if hand is None or other is None else f'{other[name] / hand[name]:.2f}'
 
 
@@ -85,16 +88,16 @@ def show(topology: str, model: str, strategy: str) -> None:
         SystemExit: something is not installed, or nothing has such a name.
     """
     with user_errors('unchanged'):
-        known = strategies(topology)
-        chosen = [each for each in known if strategy in (each.name, '')]
+        available = strategies(topology)
+        chosen = [item for item in available if strategy in (item.name, '')]
         if not chosen:
-            names = '; '.join(each.name for each in known)
+            names = '; '.join(item.name for item in available)
             raise SystemExit(f'no strategy is called {strategy!r}: {names}')
         from benchmarks.unchanged.catalogue import all_models  # imports the libraries of some models
 
-        models = [each for each in all_models('large') if model in each.name]
+        models = [item for item in all_models('large') if model in item.name]
         if not models:
-            names = '; '.join(each.name for each in all_models('large'))
+            names = '; '.join(item.name for item in all_models('large'))
             raise SystemExit(f'no model holds {model!r} in its name: {names}')
         for line in lines(models, chosen, topology):
             print(line, flush=True)

@@ -174,8 +174,8 @@ def unet(params: Tree, x: jax.Array, times: jax.Array, s: Sizes) -> jax.Array:
 def loss(params: Tree, batch: Tree, s: Sizes) -> jax.Array:
     signal = batch['signal'][:, None, None, None]
     noisy = jnp.sqrt(signal) * batch['images'] + jnp.sqrt(1 - signal) * batch['noise']
-    found = unet(params, noisy.astype(s.dtype), 1000 * batch['signal'], s)
-    return jnp.mean(jnp.square(found - batch['noise']).astype('float32'))
+    prediction = unet(params, noisy.astype(s.dtype), 1000 * batch['signal'], s)
+    return jnp.mean(jnp.square(prediction - batch['noise']).astype('float32'))
 
 
 def models(size: Size) -> list[Model]:

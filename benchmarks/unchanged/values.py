@@ -42,8 +42,8 @@ def example(model: Model) -> Tree:
     rng = np.random.default_rng(1)
 
     def values(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        whole = np.issubdtype(leaf.dtype, np.integer)
-        drawn = rng.integers(0, 8, leaf.shape) if whole else rng.normal(size=leaf.shape)
+        is_integer = np.issubdtype(leaf.dtype, np.integer)
+        drawn = rng.integers(0, 8, leaf.shape) if is_integer else rng.normal(size=leaf.shape)
         return drawn.astype(leaf.dtype)
 
     return jax.tree.map(values, model.batch(rows))
@@ -61,23 +61,23 @@ def difference(model: Model) -> float:
     params = weights(model)
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(SGD.init, params))
     args = (params, zeros), example(model), jax.random.key(2)
-    wanted = jax.jit(training_step(model, model.loss))(*args)
+    expected = jax.jit(training_step(model, model.loss))(*args)
     differences = []
     for strategy in MESHES:
         helper = MeshShardingHelper(list(strategy.mesh.values()), list(strategy.mesh))
         step, _ = make_step(model, strategy, helper, 'partitioned', ROWS * model.rows)
         if reason := step.explain_propagation(*args).reason:
             raise ValueError(f'{model.name} is not partitioned, and would show nothing: {reason}')
-        differences.append(largest_difference(step(*args), wanted))
+        differences.append(largest_difference(step(*args), expected))
     return max(differences)
 
 
-def largest_difference(found: Any, wanted: Any) -> float:
+def largest_difference(actual: Any, expected: Any) -> float:
     """The largest difference of an array, as a part of its largest value."""
     pairs = [
-        (np.asarray(one), np.asarray(other))
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+        (np.asarray(a), np.asarray(b))
+        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     ]
     # Gradients that are zero but for rounding, as those of the biases of keys, have no scale of their own.
-    least = 1e-3 * max(float(np.max(np.abs(other))) for _, other in pairs)
-    return max(float(np.max(np.abs(one - other)) / max(np.max(np.abs(other)), least)) for one, other in pairs)
+    least = 1e-3 * max(float(np.max(np.abs(b))) for _, b in pairs)
+    return max(float(np.max(np.abs(a - b)) / max(np.max(np.abs(b)), least)) for a, b in pairs)

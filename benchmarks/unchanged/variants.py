@@ -58,17 +58,17 @@ def distillation(size: Size) -> Model:
     teacher, student, dtype = SIZES[size], STUDENTS[size], DTYPES[size]
 
     def init_both(key: jax.Array) -> Tree:
-        one, other = jax.random.split(key)
-        return {'teacher': init(one, teacher, dtype), 'student': init(other, student, dtype)}
+        teacher_key, student_key = jax.random.split(key)
+        return {'teacher': init(teacher_key, teacher, dtype), 'student': init(student_key, student, dtype)}
 
     def loss(params: Tree, batch: Tree, key: jax.Array) -> jax.Array:
         tokens, temperature = batch['tokens'], 2.0
-        wanted = logits_of(jax.lax.stop_gradient(params['teacher']), tokens[:, :-1], teacher)
-        found = logits_of(params['student'], tokens[:, :-1], student)
-        wanted = jax.nn.softmax(wanted.astype('float32') / temperature)
-        log_probs = jax.nn.log_softmax(found.astype('float32') / temperature)
-        soft = -jnp.mean(jnp.sum(wanted * log_probs, -1)) * temperature**2
-        return 0.5 * soft + 0.5 * cross_entropy(found, tokens[:, 1:])
+        teacher_logits = logits_of(jax.lax.stop_gradient(params['teacher']), tokens[:, :-1], teacher)
+        student_logits = logits_of(params['student'], tokens[:, :-1], student)
+        teacher_logits = jax.nn.softmax(teacher_logits.astype('float32') / temperature)
+        log_probs = jax.nn.log_softmax(student_logits.astype('float32') / temperature)
+        soft = -jnp.mean(jnp.sum(teacher_logits * log_probs, -1)) * temperature**2
+        return 0.5 * soft + 0.5 * cross_entropy(student_logits, tokens[:, 1:])
 
     return Model(
         'distillation', init_both, tokens_of(teacher), loss, columns_and_rows=decoders.RULE, hand=HAND
@@ -81,13 +81,13 @@ def lora(size: Size) -> Model:
     names = ('query', 'key', 'value', 'output')
 
     def init_both(key: jax.Array) -> Tree:
-        one, other = jax.random.split(key)
-        first = jax.random.normal(other, (4, s.layers, s.width, rank), dtype) / math.sqrt(s.width)
+        base_key, adapter_key = jax.random.split(key)
+        first = jax.random.normal(adapter_key, (4, s.layers, s.width, rank), dtype) / math.sqrt(s.width)
         adapters = {
             name: {'a': a, 'b': jnp.zeros((s.layers, rank, s.width), dtype)}
             for name, a in zip(names, first, strict=True)
         }
-        return {'base': init(one, s, dtype), 'adapters': adapters}
+        return {'base': init(base_key, s, dtype), 'adapters': adapters}
 
     def loss(params: Tree, batch: Tree, key: jax.Array) -> jax.Array:
         tokens, base = batch['tokens'], jax.lax.stop_gradient(params['base'])

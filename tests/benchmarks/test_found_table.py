@@ -85,7 +85,7 @@ def test_known_rules_are_named_and_those_that_are_refused_left_out(monkeypatch, 
 
     monkeypatch.setattr(found, 'plan', plan)
     by_other = types.SimpleNamespace(name=f'{model.name}, by MaxText')
-    results = found.known([model, by_other], task)
+    results = found.strategy_results([model, by_other], task)
     assert [result.name for result in results] == ['FSDP, partitioned', 'FSDP, by MaxText, partitioned']
     assert f'{model.name}, FSDP, hand: too odd' in capsys.readouterr().err
 
