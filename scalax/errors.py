@@ -1,32 +1,32 @@
 """The exceptions and warnings of scalax.
 
-Every exception derives from `ScalaxError` and from the built-in exception that Python programs
-already catch for the same kind of mistake:
+Every exception derives from `ScalaxError` and from the built-in exception that Python programs catch for the
+same kind of mistake:
 
     ScalaxError
     ├── MeshError             (ValueError)   the mesh cannot be built from these devices
     ├── RuleError             (ValueError)   a rule is wrong in itself, whatever the tree
     ├── ShardingError         (ValueError)   rules met a tree and do not fit; lists every offending leaf
-    ├── StructureError        (ValueError)   a tree of rules has another structure than the tree it is for
+    ├── StructureError        (ValueError)   the structure of a tree of rules does not match the tree
     ├── ArgumentError         (TypeError)    an argument that a compiled function cannot take
-    ├── PlacementError        (ValueError)   an argument has another sharding than the one asked for
+    ├── PlacementError        (ValueError)   an argument has a different sharding than specified
     ├── StagesError           (ValueError)   a step cannot run as a pipeline
-    ├── PlanError             (ValueError)   a compiled program cannot be read, or planned with these numbers
-    ├── DataError             (ValueError)   a batch that does not fit the mesh, a file that is no report
-    ├── CheckpointError       (ValueError)   a checkpoint cannot be written, is damaged, or is of another tree
+    ├── PlanError             (ValueError)   a compiled program cannot be read, or planned with these values
+    ├── DataError             (ValueError)   a batch does not fit the mesh, or a file has the wrong format
+    ├── CheckpointError       (ValueError)   a checkpoint cannot be written, is damaged, or holds another tree
     ├── TransferError         (RuntimeError) the other job is gone, silent, or has failed
     └── MissingDependencyError (ImportError) an optional package is needed; holds the install command
 
     ScalaxWarning             (UserWarning)
-    ├── IndivisibleWarning                   a dimension does not divide, and the policy lets it pass
-    ├── CheckpointWarning                    a damaged checkpoint was passed over
-    ├── UnusedAnnotationWarning              a bound annotation name that the function never used
-    ├── LostUpdateWarning                    a change of a module that a compiled function was given
+    ├── IndivisibleWarning                   a dimension does not divide, and the policy allows it
+    ├── CheckpointWarning                    a damaged checkpoint was skipped
+    ├── UnusedAnnotationWarning              the function never used a bound annotation name
+    ├── LostUpdateWarning                    a compiled function changes a module that it does not return
     ├── PartitioningWarning                  a step is not partitioned along its batch
     ├── StagesWarning                        a large part of a pipeline's time is idle
-    └── UnshardedWarning                     nothing is sharded that should be, or a regex matches nothing
+    └── UnshardedWarning                     arrays that should be sharded are not, or a regex matches nothing
 
-This module imports nothing of JAX, and of scalax only what folds numbered names: all packages can raise them.
+All packages can import this module: it imports neither JAX nor, except for the folding of names, scalax.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from collections.abc import Iterable, Sequence
 
 from scalax._core.util.folding import MOST_RUNS, Fold, count_prefix, fold
 
-_SHOWN = 10
-_LONGEST = 120  # characters of a rule in a message
+_MAX_SHOWN = 10  # lines of a list
+_MAX_RULE_LENGTH = 120  # characters of a rule in a message
 
 
 class ScalaxError(Exception):
@@ -54,19 +54,19 @@ class MeshError(ScalaxError, ValueError):
 
 
 class RuleError(ScalaxError, ValueError):
-    """A rule is wrong in itself: an invalid regex, a value of the wrong kind, an unknown policy."""
+    """A rule is invalid for any tree: an invalid regex, a value of the wrong type, an unknown policy."""
 
 
 class StructureError(ScalaxError, ValueError):
-    """A tree of rules does not have the structure of the tree (or of the arguments) it is for."""
+    """The structure of a tree of rules does not match the tree, or the arguments of the function."""
 
 
 class ArgumentError(ScalaxError, TypeError):
-    """A function was called with an argument that it cannot take."""
+    """A function was called with an invalid argument."""
 
 
 class PlacementError(ScalaxError, ValueError):
-    """Arguments are committed to devices with another sharding than the one asked for."""
+    """Arguments are committed to devices with a different sharding than specified."""
 
 
 class StagesError(ScalaxError, ValueError):
@@ -74,35 +74,35 @@ class StagesError(ScalaxError, ValueError):
 
 
 class PlanError(ScalaxError, ValueError):
-    """A compiled program cannot be read, or a plan cannot be made of these numbers."""
+    """A compiled program cannot be read, or a plan cannot be made from these values."""
 
 
 class DataError(ScalaxError, ValueError):
-    """Data from outside does not fit: a host batch the mesh, or a file what it is read as."""
+    """A host batch does not fit the mesh, or a file does not have the expected contents."""
 
 
 class CheckpointError(ScalaxError, ValueError):
-    """A checkpoint could not be written, is damaged, or does not hold the tree that is asked for."""
+    """A checkpoint could not be written, is damaged, or does not hold the requested tree."""
 
 
 class TransferError(ScalaxError, RuntimeError):
-    """Arrays did not get from one job to the other, because one is gone or silent, or has failed."""
+    """A transfer between two jobs failed, because one of them has ended, does not respond, or has failed."""
 
 
 class MissingDependencyError(ScalaxError, ImportError):
-    """An optional package is needed and not installed; the message holds the install command."""
+    """An optional package is not installed. The message contains the install command."""
 
 
 class ScalaxWarning(UserWarning):
-    """The base of every warning that scalax gives."""
+    """The base of every warning that scalax emits."""
 
 
 class IndivisibleWarning(ScalaxWarning):
-    """A dimension does not divide by its mesh axes; the policy in force lets it pass."""
+    """A dimension does not divide by its mesh axes, and the active policy allows it."""
 
 
 class CheckpointWarning(ScalaxWarning):
-    """A damaged checkpoint was passed over for an earlier one."""
+    """A damaged checkpoint was skipped, and an earlier one used."""
 
 
 class UnusedAnnotationWarning(ScalaxWarning):
@@ -110,41 +110,41 @@ class UnusedAnnotationWarning(ScalaxWarning):
 
 
 class LostUpdateWarning(ScalaxWarning):
-    """A compiled function changes a module of flax.nnx that it was given: it works on a copy."""
+    """A compiled function changes a copy of a flax.nnx module that it does not return."""
 
 
 class PartitioningWarning(ScalaxWarning):
-    """A step is not partitioned along its batch: an operation cannot be, or nothing is known to be the batch.
+    """A step is not partitioned along its batch: an operation prevents it, or no argument is the batch.
 
-    The function runs as written, with the same results; the compiler alone chooses the shardings inside.
+    The function runs as written, with the same results. The compiler alone chooses the shardings inside.
     """
 
 
 class StagesWarning(ScalaxWarning):
-    """A pipeline runs, and a large part of its time is idle."""
+    """A pipeline is idle for a large part of its time."""
 
 
 class UnshardedWarning(ScalaxWarning):
-    """Arrays are sharded by nothing.
+    """Arrays that should be sharded are not.
 
-    `scalax.axes.shard` found no mapping, no mesh, or no array that names its dimensions; the outputs of a
-    compiled function depend on no argument, and no `out_shardings` give them a sharding: they are on one
-    device; or, in `sjit` and `shard`, an FSDPShardingRule finds all arrays too small, or a regex matches
-    no path.
+    There are four reasons. `scalax.axes.shard` found no mapping, no mesh, or no array that names its
+    dimensions. The outputs of a compiled function depend on no argument, and no `out_shardings` specify their
+    sharding, so they are on one device. All arrays are too small for an FSDPShardingRule of `sjit` or
+    `shard`. Or a regex matches no path.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with one leaf.
+    """A problem of one leaf.
 
     Attributes:
         kind: a short stable word, such as ``'indivisible'`` or ``'unknown-axis'``.
-        leaf: the leaf path with its dtype and shape, as shown to people.
-        detail: what is wrong, in one sentence.
-        spec: the spec that was asked for, as text; empty when there is none.
-        rule: the rule that chose the spec, as text; empty when there is none.
-        hint: what to do about problems of this kind.
+        leaf: the leaf path with its dtype and shape, as text.
+        detail: the problem, in one sentence.
+        spec: the requested spec, as text; empty if there is none.
+        rule: the rule that chose the spec, as text; empty if there is none.
+        hint: the advice about problems of this kind.
     """
 
     kind: str
@@ -156,13 +156,13 @@ class Problem:
 
 
 class ShardingError(ScalaxError, ValueError):
-    """Rules do not fit a tree. ``problems`` lists every offending leaf, not only the first.
+    """Rules do not fit a tree. ``problems`` lists all offending leaves.
 
     Args:
-        problems: all of them; ten are shown and the rest are counted.
+        problems: all problems. The message shows ten leaves and counts the rest.
         mesh: the mesh axis sizes as text, for the first line.
-        where: which tree this is about, such as ``"argument 'state'"``.
-        message: the entire message, if the problems are not about single leaves.
+        where: the name of the tree, such as ``"argument 'state'"``.
+        message: the full message, if the problems are not about single leaves.
     """
 
     def __init__(
@@ -178,22 +178,22 @@ class ShardingError(ScalaxError, ValueError):
 
 
 def _render(problems: Sequence[Problem], mesh: str, where: str) -> str:
-    of_leaf: dict[str, list[Problem]] = {}
+    by_leaf: dict[str, list[Problem]] = {}
     for problem in problems:
-        of_leaf.setdefault(problem.leaf, []).append(problem)
-    count = 'One leaf' if len(of_leaf) == 1 else f'{len(of_leaf)} leaves'
+        by_leaf.setdefault(problem.leaf, []).append(problem)
+    count = 'One leaf' if len(by_leaf) == 1 else f'{len(by_leaf)} leaves'
     head = f'{count}{f" of {where}" if where else ""} cannot be sharded as asked'
-    leaves = ('\n    '.join([leaf, *_details(of_leaf[leaf])]) for leaf in of_leaf)
+    leaves = ('\n    '.join([leaf, *_details(by_leaf[leaf])]) for leaf in by_leaf)
     lines = [f'{head} (mesh: {mesh}):' if mesh else f'{head}:', shown_leaves(leaves)]
     hints = list(dict.fromkeys(problem.hint for problem in problems if problem.hint))
-    # A hint that another one begins with is left out.
-    told = [hint for hint in hints if not any(one != hint and one.startswith(hint) for one in hints)]
-    lines.extend(f'What to do: {hint}' for hint in told)
+    for hint in hints:
+        if not any(other != hint and other.startswith(hint) for other in hints):
+            lines.append(f'What to do: {hint}')
     return '\n'.join(lines)
 
 
 def _details(problems: Sequence[Problem]) -> list[str]:
-    """The problems of one leaf and the spec asked for, one a line."""
+    """Returns the lines about one leaf: its problems, each followed by the requested spec."""
     lines: list[str] = []
     for origin in dict.fromkeys(map(_origin, problems)):
         details = [problem.detail for problem in problems if _origin(problem) == origin]
@@ -203,29 +203,29 @@ def _details(problems: Sequence[Problem]) -> list[str]:
 
 def _origin(problem: Problem) -> str:
     rule = problem.rule
-    if len(rule) > _LONGEST:
-        # A regex of the catalogue takes three lines, at every leaf. The attribute has all of it.
-        rule = f'{rule[: _LONGEST // 2]} ... {rule[-_LONGEST // 3 :]}'
+    if len(rule) > _MAX_RULE_LENGTH:
+        # A regex of the catalogue would take three lines for every leaf. The attribute has the full text.
+        rule = f'{rule[: _MAX_RULE_LENGTH // 2]} ... {rule[-_MAX_RULE_LENGTH // 3 :]}'
     if problem.spec:
         return f'asked for: {problem.spec}' + (f' from {rule}' if rule else '')
     return f'rule: {rule}' if rule else ''
 
 
 def shown(items: Iterable[str]) -> str:
-    """Lists the first ten items, one a line, and counts the rest."""
+    """Returns the first ten items, one per line, and counts the rest."""
     lines = list(items)
-    text = [f'  {line}' for line in lines[:_SHOWN]]
-    if len(lines) > _SHOWN:
-        text.append(f'  ... and {len(lines) - _SHOWN} more')
+    text = [f'  {line}' for line in lines[:_MAX_SHOWN]]
+    if len(lines) > _MAX_SHOWN:
+        text.append(f'  ... and {len(lines) - _MAX_SHOWN} more')
     return '\n'.join(text)
 
 
 def shown_leaves(leaves: Iterable[str], separator: str = '/') -> str:
-    """Lists leaves as `shown` lists lines; those that differ in numbers in their paths only share a line.
+    """Returns the first ten leaves, one per line. Leaves whose paths differ only in numbers share a line.
 
     Args:
-        leaves: ``'<leaf path>: <what is there and what is wrong with it>'``, or paths alone.
-        separator: what is between the keys of a path.
+        leaves: the texts ``'<leaf path>: <description>'``, or paths alone.
+        separator: the separator of keys in a path.
 
     Example:
         >>> print(shown_leaves(f'layers/{i}/{name}: float32[8]' for i in range(80) for name in 'bw'))
@@ -236,22 +236,22 @@ def shown_leaves(leaves: Iterable[str], separator: str = '/') -> str:
     texts = [colon + _without_path(text, path, separator) for path, colon, text in split]
     folds = fold(((path, text) for (path, *_), text in zip(split, texts, strict=True)), separator)
     lines = []
-    for item in folds[:_SHOWN]:
+    for item in folds[:_MAX_SHOWN]:
         colon = split[item.first][1]
         text = _with_path(texts[item.first].removeprefix(colon), item)
         count = f' ({item.count} leaves)' if item.count > 1 and not colon else count_prefix(item.count)
         lines.append(f'  {item.short_name(MOST_RUNS)}{colon}{count}{text}')
-    more = sum(item.count for item in folds[_SHOWN:])
+    more = sum(item.count for item in folds[_MAX_SHOWN:])
     if more:
         lines.append(f'  ... and {plural(more, "more leaf", "more leaves")}')
     return '\n'.join(lines)
 
 
-_OWN_PATH = re.compile("'\0([0-9]+)'")
+_PATH_MARK = re.compile("'\0([0-9]+)'")
 
 
 def _without_path(text: str, path: str, separator: str) -> str:
-    """The text about a leaf, where the end of its path is quoted, with the number of keys in its place."""
+    """Replaces a quoted end of the path in the text about a leaf by a mark with the number of keys."""
     keys = path.split(separator)
     for count in range(len(keys), 0, -1):
         text = text.replace(f"'{separator.join(keys[-count:])}'", f"'\0{count}'")
@@ -259,11 +259,11 @@ def _without_path(text: str, path: str, separator: str) -> str:
 
 
 def _with_path(text: str, item: Fold) -> str:
-    """The result of `_without_path` with the folded path where that of each leaf was."""
-    return _OWN_PATH.sub(lambda found: f"'{item.short_name(MOST_RUNS, int(found[1]))}'", text)
+    """Replaces the marks of `_without_path` by the folded path."""
+    return _PATH_MARK.sub(lambda match: f"'{item.short_name(MOST_RUNS, int(match[1]))}'", text)
 
 
-_MODULES = (
+_EQUINOX_ADVICE = (
     'A module of equinox holds functions too: equinox.partition(module, equinox.is_array) gives its arrays '
     'and the rest, and equinox.combine joins them; equinox.filter_shard places all of its arrays alike; '
     'scalax.axes.named_jit takes entire modules.'
@@ -271,12 +271,12 @@ _MODULES = (
 
 
 def module_advice(leaves: Iterable[object]) -> str:
-    """What to do with a module of equinox, for the end of a message; empty if no leaf is a function."""
-    return f' {_MODULES}' if any(map(callable, leaves)) else ''
+    """Returns the advice about equinox modules for the end of a message; empty if no leaf is a function."""
+    return f' {_EQUINOX_ADVICE}' if any(map(callable, leaves)) else ''
 
 
 def plural(count: int, noun: str, several: str = '') -> str:
-    """A number of things in words.
+    """Returns a count with its noun.
 
     Example:
         >>> plural(1, 'leaf', 'leaves'), plural(2, 'leaf', 'leaves'), plural(0, 'array')
@@ -286,7 +286,7 @@ def plural(count: int, noun: str, several: str = '') -> str:
 
 
 def checked_flag(option: str, value: object, error: type[ScalaxError] = ArgumentError) -> bool:
-    """*value* as True or False, where it is one of them. A text such as ``'no'`` would count as true.
+    """Returns *value* as a bool, or raises an error if it is not True or False.
 
     Example:
         >>> checked_flag('strict', 'no')
@@ -294,22 +294,21 @@ def checked_flag(option: str, value: object, error: type[ScalaxError] = Argument
         ...
         scalax.errors.ArgumentError: strict is True or False, got 'no'
     """
-    # Also NumPy's, which are equal to these.
+    # NumPy's bools are equal to these. A string such as 'no' would be truthy.
     if isinstance(value, str) or value not in (True, False):
         raise error(f'{option} is True or False, got {value!r}')
     return bool(value)
 
 
-def near_names(word: str, known: Iterable[str]) -> list[str]:
-    """At most two of the *known* names that *word* looks like a misspelling of, the nearest first."""
-    return difflib.get_close_matches(word, list(known), n=2, cutoff=0.6)
+def near_names(word: str, names: Iterable[str]) -> list[str]:
+    """Returns at most two names of which *word* may be a misspelling, the closest first."""
+    return difflib.get_close_matches(word, list(names), n=2, cutoff=0.6)
 
 
 def warn(message: str, category: type[ScalaxWarning]) -> None:
-    """Warns, and names the line of the user's code that led here.
+    """Emits a warning at the line of the user's code that led here.
 
-    Frames of scalax and of JAX are passed over: there are as many of them between the user and a
-    warning as JAX has transformations.
+    Frames of scalax and of JAX are skipped: each JAX transformation adds some between the user and a warning.
     """
     frame, level = inspect.currentframe(), 0
     while frame is not None and _module(frame) in ('scalax', 'jax', 'contextlib'):
@@ -318,12 +317,12 @@ def warn(message: str, category: type[ScalaxWarning]) -> None:
 
 
 def _module(frame: types.FrameType) -> str:
-    """The top-level module whose code a frame runs."""
+    """Returns the top-level module whose code a frame runs."""
     return str(frame.f_globals.get('__name__', '')).partition('.')[0]
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Suggests the *known* names that are like *word*, or lists them all.
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Suggests names that are similar to *word*, or lists all names.
 
     Example:
         >>> did_you_mean('fdsp', ['fsdp', 'tp'])
@@ -331,11 +330,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         >>> did_you_mean('x', ['fsdp', 'tp'])
         "known: 'fsdp', 'tp'"
     """
-    names = [str(name) for name in known]
-    near = near_names(word, names)
-    if near:
-        return f'did you mean {" or ".join(repr(name) for name in near)}?'
+    names = [str(name) for name in names]
+    if near := near_names(word, names):
+        return f'did you mean {" or ".join(map(repr, near))}?'
     if not names:
         return 'there are none'
-    listed = ', '.join(repr(name) for name in names[:_SHOWN])
-    return f'known: {listed}' + (', ...' if len(names) > _SHOWN else '')
+    listed = ', '.join(repr(name) for name in names[:_MAX_SHOWN])
+    return f'known: {listed}' + (', ...' if len(names) > _MAX_SHOWN else '')

@@ -1,4 +1,4 @@
-"""Utilities of JAX programs beside sharding: RNG keys, float dtypes, named trees, libtpu."""
+"""Utilities for JAX programs that are independent of sharding: RNG keys, float dtypes, named trees."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _FLOATS = {'bf16': jnp.bfloat16, 'fp16': jnp.float16, 'fp32': jnp.float32, 'fp64
 _FLOATS |= {np.dtype(kind).name: kind for kind in _FLOATS.values()}
 
 
-# Of all sources, so that one can be copied and pickled: a lock cannot.
-_drawing = threading.RLock()
+# One lock for all sources, because sources can be copied and pickled, and a lock cannot.
+_split_lock = threading.RLock()
 
 
 class JaxRNG:
@@ -53,11 +53,11 @@ class JaxRNG:
     """
 
     global_rng_generator: JaxRNG | None = None
-    """The source that `next_rng` takes from."""
+    """The source of `next_rng`."""
 
     @classmethod
     def from_seed(cls, seed: int) -> JaxRNG:
-        """A source that starts from ``jax.random.PRNGKey(seed)``."""
+        """Returns a source that starts from ``jax.random.PRNGKey(seed)``."""
         return cls(jax.random.PRNGKey(seed))
 
     def __init__(self, rng: jax.Array) -> None:
@@ -70,16 +70,16 @@ class JaxRNG:
     @overload
     def __call__(self, keys: Iterable[str]) -> dict[str, jax.Array]: ...
     def __call__(self, keys: int | Iterable[str] | None = None) -> Any:
-        """Splits off new keys.
+        """Returns new keys.
 
         Args:
-            keys: None for one key, a number for a tuple of so many, names for a dict of keys.
+            keys: None for one key, a number for a tuple of keys, names for a dict of keys.
 
         Raises:
             ArgumentError: *keys* is none of these.
         """
         if keys is None:
-            with _drawing:
+            with _split_lock:
                 self.rng, key = jax.random.split(self.rng)
             return key
         if isinstance(keys, int | np.integer) and keys >= 0:
@@ -90,19 +90,19 @@ class JaxRNG:
         return dict(zip(names, self._split(len(names)), strict=True))
 
     def _split(self, count: int) -> jax.Array:
-        with _drawing:
+        with _split_lock:
             split = jax.random.split(self.rng, num=count + 1)
             self.rng = split[0]
         return split[1:]
 
     @classmethod
     def init_global_rng(cls, seed: int) -> None:
-        """Starts the one source that `next_rng` takes from."""
+        """Creates the global source of `next_rng`."""
         cls.global_rng_generator = cls.from_seed(seed)
 
     @classmethod
     def next_rng(cls, *args: Any, **kwargs: Any) -> Any:
-        """New keys from the global source.
+        """Returns new keys from the global source.
 
         Raises:
             RuntimeError: `init_global_rng` was not called.
@@ -113,10 +113,10 @@ class JaxRNG:
 
 
 def get_float_dtype_by_name(dtype: str) -> Any:
-    """The float dtype of a name such as ``'bf16'`` or ``'float32'``.
+    """Returns the float dtype with a name such as ``'bf16'`` or ``'float32'``.
 
     Raises:
-        KeyError: an unknown name; the message says which are known.
+        KeyError: the name is unknown. The message lists the known names.
 
     Example:
         >>> get_float_dtype_by_name('bf16').dtype.name
@@ -129,7 +129,7 @@ def get_float_dtype_by_name(dtype: str) -> Any:
 
 
 def float_tensor_to_dtype(tensor: Tree, dtype: Any) -> Tree:
-    """Casts an array of floats; anything else is returned as it is.
+    """Casts an array of floats. Anything else is returned unchanged.
 
     Args:
         tensor: an array, or any leaf.
@@ -139,15 +139,15 @@ def float_tensor_to_dtype(tensor: Tree, dtype: Any) -> Tree:
         return tensor
     if isinstance(dtype, str):
         dtype = get_float_dtype_by_name(dtype)
-    own = getattr(tensor, 'dtype', None)
-    # Typed PRNG keys and integers are left alone, and so are float8 kinds, which carry a scale.
-    if isinstance(own, np.dtype) and own in map(np.dtype, set(_FLOATS.values())):
+    current = getattr(tensor, 'dtype', None)
+    # Typed PRNG keys, integers, and float8 dtypes, which need a scale, are not cast.
+    if isinstance(current, np.dtype) and current in map(np.dtype, set(_FLOATS.values())):
         return cast(Any, tensor).astype(dtype)
     return tensor
 
 
 def float_to_dtype(tree: Tree, dtype: Any) -> Tree:
-    """Casts the float arrays of a tree; see `float_tensor_to_dtype`.
+    """Casts the float arrays of a tree, as `float_tensor_to_dtype` does.
 
     Example:
         >>> tree = float_to_dtype({'w': np.ones(2, np.float32), 'step': np.ones(2, np.int32)}, 'bf16')
@@ -158,11 +158,11 @@ def float_to_dtype(tree: Tree, dtype: Any) -> Tree:
 
 
 def tree_path_to_string(path: Iterable[Any], sep: str | None = None) -> Any:
-    """A tree path as one string, or as a tuple of strings without *sep*.
+    """Returns a tree path as one string, or as a tuple of strings if *sep* is None.
 
     Args:
-        path: keys as ``jax.tree_util.tree_flatten_with_path`` gives them.
-        sep: what to put between the keys; None gives a tuple.
+        path: keys from ``jax.tree_util.tree_flatten_with_path``.
+        sep: the separator of the keys; None for a tuple.
 
     Example:
         >>> [(path, _)], _ = jax.tree_util.tree_flatten_with_path({'layers': [1.0]})
@@ -177,7 +177,7 @@ def tree_path_to_string(path: Iterable[Any], sep: str | None = None) -> Any:
 def flatten_tree(
     xs: Any, is_leaf: Callable[[Any], bool] | None = None, sep: str | None = None
 ) -> dict[Any, Any]:
-    """A tree as a flat dict of leaf path -> leaf.
+    """Returns a tree as a flat dict: leaf path -> leaf.
 
     Args:
         xs: the tree.
@@ -185,8 +185,7 @@ def flatten_tree(
         sep: as in `tree_path_to_string`.
 
     Raises:
-        RuleError: two leaves have the same path, as in ``{'a/b': 1, 'a': {'b': 2}}``; nothing is lost
-            silently.
+        RuleError: two leaves have the same path, as in ``{'a/b': 1, 'a': {'b': 2}}``.
 
     Example:
         >>> flatten_tree({'a': {'b': 1, 'c': [2, 3]}}, sep='/')
@@ -209,7 +208,7 @@ def named_tree_map(
     is_leaf: Callable[[Any], bool] | None = None,
     sep: str | None = None,
 ) -> Any:
-    """Like ``jax.tree.map``, but *f* gets the leaf path as its first argument.
+    """Maps a function over a tree, like ``jax.tree.map``, with the leaf path as its first argument.
 
     Args:
         f: called as ``f(path, leaf, *other_leaves)``.

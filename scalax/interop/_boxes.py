@@ -1,4 +1,4 @@
-"""Boxes of other libraries in a tree, and the names that they give to the dimensions of arrays."""
+"""Boxes of other libraries in a tree, and their names for the dimensions of arrays."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from scalax._core.pytree.paths import NamedTree
 from scalax._jax.flax import is_box, names_of_box
 
 DimensionNames = tuple[str | tuple[str, ...] | None, ...]
-"""One entry a dimension: its name, the names that it fuses, or None."""
+"""One entry for each dimension: its name, the names that it fuses, or None."""
 
 
 def axis_names(tree: Any) -> dict[str, DimensionNames]:
-    """The names of dimensions that a tree holds itself, by leaf path; leaves without names are left out.
+    """Returns the dimension names that a tree contains, by leaf path. Leaves without names are left out.
 
     Args:
-        tree: may hold flax linen boxes, flax nnx variables and haliax NamedArrays.
+        tree: a tree that may contain flax linen boxes, flax nnx variables and haliax NamedArrays.
 
     Example:
         >>> import pytest
@@ -28,18 +28,18 @@ def axis_names(tree: Any) -> dict[str, DimensionNames]:
         >>> axis_names({'params': {'kernel': kernel, 'bias': np.zeros(8)}})
         {'params/kernel/value': ('embed', 'mlp')}
     """
-    named = zip(NamedTree.of(tree).paths, names_by_leaf(tree), strict=True)
-    return {path: names for path, names in named if names is not None}
+    pairs = zip(NamedTree.of(tree).paths, names_by_leaf(tree), strict=True)
+    return {path: names for path, names in pairs if names is not None}
 
 
 def unbox(tree: Any) -> Any:
-    """The same tree with the values in place of their boxes.
+    """Returns the tree with values in place of their boxes.
 
-    Leaf paths lose the key of the box: ``params/kernel/value`` becomes ``params/kernel``. No sharding
-    constraint is applied, which flax's own ``unbox`` does under a mesh.
+    Leaf paths lose the key of the box: ``params/kernel/value`` becomes ``params/kernel``. Unlike flax's
+    ``unbox`` under a mesh, this function does not apply a sharding constraint.
 
     Args:
-        tree: may hold flax linen boxes, flax nnx variables and haliax NamedArrays.
+        tree: a tree that may contain flax linen boxes, flax nnx variables and haliax NamedArrays.
 
     Example:
         >>> import pytest
@@ -51,26 +51,26 @@ def unbox(tree: Any) -> Any:
 
 
 def names_by_leaf(tree: Any) -> list[DimensionNames | None]:
-    """The names of the dimensions of every leaf, in tree order; None for leaves that have none."""
-    found: list[DimensionNames | None] = []
+    """Returns the dimension names of every leaf, in tree order; None for leaves without names."""
+    result: list[DimensionNames | None] = []
     for node in jax.tree.leaves(tree, is_leaf=is_box):
         if is_box(node):
             names = _names(node)
-            found.extend(names if inner is None else inner for inner in names_by_leaf(_content(node)))
+            result.extend(names if inner is None else inner for inner in names_by_leaf(_content(node)))
         else:
-            found.append(None)
-    return found
+            result.append(None)
+    return result
 
 
 def _content(box: Any) -> Any:
-    # The libraries disagree about the attribute, and each has changed it; JAX knows the one child.
+    # The attribute differs between libraries and versions, but the pytree node has exactly one child.
     (content,) = jax.tree.leaves(box, is_leaf=lambda node: node is not box)
     return content
 
 
 def _names(box: Any) -> DimensionNames | None:
     names = names_of_box(box)
-    # flax takes a variable with empty names for one without.
+    # flax treats empty names like no names.
     return tuple(map(_entry, names)) if names else None
 
 

@@ -1,6 +1,6 @@
-"""What a compiled function changes in the modules of flax.nnx that it is given, which is lost.
+"""Lost updates: changes of flax.nnx modules inside a compiled function that does not return them.
 
-flax is not imported here: there are such modules only where it is.
+This module does not import flax: flax.nnx modules exist only if it is imported already.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from scalax.errors import LostUpdateWarning, shown_leaves, warn
 
 
 class ModuleUpdates:
-    """The modules of flax.nnx among the arguments of a function, as they are before it runs.
+    """The flax.nnx modules in the arguments of a function, and their leaves before it runs.
 
     Args:
-        nnx: the module ``flax.nnx``.
+        nnx: the Python module ``flax.nnx``.
         arguments: the arguments, inside the trace.
     """
 
     def __init__(self, nnx: Any, arguments: Any) -> None:
         self._kind = module_class(nnx)
-        self._modules = self._found(arguments)
+        self._modules = self._modules_in(arguments)
         self._before = list(map(_leaves_by_path, self._modules))
 
     def warn_lost(self, name: str, outputs: Any) -> None:
-        """Warns about changes of the modules that are not among the outputs of the function."""
+        """Warns about changes of modules that the function does not return."""
         if not self._modules:
             return
-        returned = set(map(id, self._found(outputs))) | set(map(id, jax.tree.leaves(outputs)))
+        returned = set(map(id, self._modules_in(outputs))) | set(map(id, jax.tree.leaves(outputs)))
         lost = [
             f'{describe_leaf(path, leaf)} of {type(module).__name__}'
             for module, before in zip(self._modules, self._before, strict=True)
@@ -48,7 +48,7 @@ class ModuleUpdates:
                 LostUpdateWarning,
             )
 
-    def _found(self, tree: Any) -> list[Any]:
+    def _modules_in(self, tree: Any) -> list[Any]:
         def is_module(node: Any) -> bool:
             return isinstance(node, self._kind)
 
