@@ -77,9 +77,9 @@ def sjit(
     reference still share it. Variables that the function adds or removes (``self.sow``, ``nnx.pop``), and
     attributes without arrays that it changes (``model.train()``), are updated in the caller's object too. A
     module with different variables or attributes has another signature, for which the function is traced and
-    compiled again. If the function adds variables, *in_shardings* has to be a rule, not a tree of specs. *fun*
-    may be compiled by ``nnx.jit``, and ``@sjit(helper, ...)`` replaces ``@nnx.jit``. `MeshShardingHelper.plan`
-    accepts the result, with modules of arrays or of ``nnx.eval_shape``.
+    compiled again. If the function adds variables, *in_shardings* has to be a rule, not a tree of specs.
+    *fun* may be compiled by ``nnx.jit``, and ``@sjit(helper, ...)`` replaces ``@nnx.jit``.
+    `MeshShardingHelper.plan` accepts the result, with modules of arrays or of ``nnx.eval_shape``.
 
     Args:
         helper: the `MeshShardingHelper`.
