@@ -99,7 +99,7 @@ verify: $(DEV_STAMP) $(VERIFY_STAMPS) ## before a release: all tests on each JAX
 	test -z "$$failed" || { echo "FAILED:$$failed" && exit 1; }
 
 docs: $(DEV_STAMP) ## build the documentation as a site in site/ (flags in ARGS: --site-dir DIR)
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(PY) -m mkdocs build $(ARGS)
 	@echo 'To read it: $(PY) -m http.server --directory site'
 
 tutorial: $(DEV_STAMP) ## run docs/tutorial.py and docs/notebooks/*.py, and make the notebooks of them (flags in ARGS: --check)

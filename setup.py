@@ -30,7 +30,7 @@ PLAN = ['jax[tpu]; sys_platform == "linux"']
 GPU_PLAN = ['jax[cuda12-local]; sys_platform == "linux"']
 CHECKPOINT = ['orbax-checkpoint', 'safetensors']
 # The Markdown of the pages is read by Material's extensions, and signatures are formatted by ruff.
-DOCS = ['mkdocs-material>=9.6', 'mkdocstrings[python]>=1', 'ruff']
+DOCS = ['mkdocs-material>=9.6', 'mkdocs-redirects>=1.2', 'mkdocstrings[python]>=1', 'ruff']
 EXTRAS = {
     'plan': PLAN,
     'gpu-plan': GPU_PLAN,
