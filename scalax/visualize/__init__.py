@@ -1,6 +1,6 @@
 """Pictures of which device holds which block of an array.
 
-`visualize` makes them for every array of a tree; they print as text and show themselves in notebooks.
+`visualize` draws them for every array of a tree. They print as text, and notebooks display them.
 """
 
 from scalax.visualize._blocks import Blocks, Dimension

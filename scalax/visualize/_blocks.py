@@ -1,4 +1,4 @@
-"""The blocks of an array and the devices that hold them, from a sharding and a shape alone."""
+"""The blocks of an array and the devices that hold them, computed from a sharding and a shape."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Index = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Dimension:
-    """How one dimension of an array is cut.
+    """One dimension of an array, and how it is sharded.
 
     Attributes:
-        size: of the whole array.
+        size: the size in the global array.
         ranges: the (start, stop) of each part, in order.
-        axes: the mesh axes that cut it, as ``fsdp=4 x tp=2``; empty if there are none.
+        axes: the mesh axes that shard it, as ``fsdp=4 x tp=2``; empty if it is unsharded.
     """
 
     size: int
@@ -33,7 +33,7 @@ class Dimension:
 
     @property
     def is_cut(self) -> bool:
-        """Whether there are several parts."""
+        """Whether the dimension has several parts."""
         return len(self.ranges) > 1
 
 
@@ -42,12 +42,13 @@ class Blocks:
     """The blocks of one array, and the devices that hold them.
 
     Attributes:
-        dimensions: how each dimension is cut; the blocks are all products of their parts.
-        holders: the index of a block, a part of each dimension -> the devices that hold it, in mesh order.
+        dimensions: the dimensions; a block is the product of one part of each.
+        holders: the index of a block (the index of a part of each dimension) -> the devices that hold it, in
+            mesh order.
         devices: the numbers of all devices, in mesh order.
-        numbering: the meaning of the numbers of devices, as a sentence.
+        numbering: the meaning of the device numbers, as a sentence.
         placement: the spec, or the type of another sharding; and its memory, if not the default.
-        notes: more about the blocks, as sentences.
+        notes: further facts about the blocks, as sentences.
     """
 
     dimensions: tuple[Dimension, ...]
@@ -65,25 +66,25 @@ class Blocks:
     @property
     def cut(self) -> tuple[int, ...]:
         """The dimensions with several parts."""
-        return tuple(number for number, dimension in enumerate(self.dimensions) if dimension.is_cut)
+        return tuple(dim for dim, dimension in enumerate(self.dimensions) if dimension.is_cut)
 
     def at(self, index: Index) -> tuple[int, ...]:
-        """The devices that hold a block."""
+        """Returns the devices that hold a block."""
         return self.holders[index]
 
     def slices(self, index: Index) -> str:
-        """The part of the array in a block, as an index: ``[0:2, 8:16]``."""
+        """Returns the slice of the array in a block: ``[0:2, 8:16]``."""
         pairs = zip(self.dimensions, index, strict=True)
         return f'[{", ".join(range_text(dimension.ranges[part]) for dimension, part in pairs)}]'
 
 
 def range_text(bounds: tuple[int, int]) -> str:
-    """A part of a dimension as an index: ``0:2``."""
+    """Returns a part of a dimension as a slice: ``0:2``."""
     return f'{bounds[0]}:{bounds[1]}'
 
 
 def blocks_of(sharding: Sharding, shape: Sequence[int]) -> Blocks:
-    """The blocks that a sharding makes of an array.
+    """Returns the blocks of an array under a sharding.
 
     Args:
         sharding: a NamedSharding of a ``Mesh`` or an ``AbstractMesh``, or a sharding of one device.
@@ -97,79 +98,80 @@ def blocks_of(sharding: Sharding, shape: Sequence[int]) -> Blocks:
         {(0, 0): (0, 2), (1, 0): (1, 3)}
     """
     if isinstance(sharding, NamedSharding):
-        return _of_spec(sharding, tuple(shape))
+        return _blocks_of_spec(sharding, tuple(shape))
     device: Any = next(iter(sharding.device_set))
-    whole = tuple(Dimension(size, ((0, size),)) for size in shape)
-    placement = f'{type(sharding).__name__}{_memory(sharding)}'
-    return Blocks(whole, {(0,) * len(shape): (device.id,)}, (device.id,), _ids([device]), placement)
+    dimensions = tuple(Dimension(size, ((0, size),)) for size in shape)
+    holders = {(0,) * len(shape): (device.id,)}
+    placement = f'{type(sharding).__name__}{_memory_text(sharding)}'
+    return Blocks(dimensions, holders, (device.id,), _device_ids_text([device]), placement)
 
 
-def _of_spec(sharding: NamedSharding, shape: tuple[int, ...]) -> Blocks:
-    """The blocks of a spec; also for shapes that do not divide, and for meshes without devices."""
+def _blocks_of_spec(sharding: NamedSharding, shape: tuple[int, ...]) -> Blocks:
+    """Returns the blocks under a spec. Shapes need not divide, and meshes need no devices."""
     mesh, spec = sharding.mesh, sharding.spec
     axes = MeshAxes.of(mesh)
-    entries = [*map(partition_specs.entry_axes, partition_specs.entries(spec)), *[()] * len(shape)][
-        : len(shape)
-    ]
-    counts = [axes.size(names) for names in entries]
+    entries = list(map(partition_specs.entry_axes, partition_specs.entries(spec)))
+    dim_axes = [*entries, *[()] * len(shape)][: len(shape)]
+    counts = [axes.size(names) for names in dim_axes]
     dimensions = tuple(
         Dimension(
             size,
-            _even(size, count),
+            _ranges(size, count),
             ' x '.join(f'{name}={axes.sizes[name]}' for name in names) if count > 1 else '',
         )
-        for size, count, names in zip(shape, counts, entries, strict=True)
+        for size, count, names in zip(shape, counts, dim_axes, strict=True)
     )
-    order = [axis for names in entries for axis in names]
+    order = [axis for names in dim_axes for axis in names]
     order += [axis for axis in axes.sizes if axis not in order]
-    names_in_mesh = list(axes.sizes)
-    numbers = _numbers(mesh).transpose([names_in_mesh.index(axis) for axis in order])
-    rows = numbers.reshape(math.prod(counts), -1).tolist()
-    holders = dict(zip(itertools.product(*map(range, counts)), map(tuple, rows), strict=True))
-    placement = f'{partition_specs.canonical(spec)}{_memory(sharding)}'
+    mesh_axes = list(axes.sizes)
+    numbers = _device_numbers(mesh)
+    numbers_by_block = numbers.transpose([mesh_axes.index(axis) for axis in order])
+    numbers_by_block = numbers_by_block.reshape(math.prod(counts), -1)
+    indices = itertools.product(*map(range, counts))
+    holders = dict(zip(indices, map(tuple, numbers_by_block.tolist()), strict=True))
+    placement = f'{partition_specs.canonical(spec)}{_memory_text(sharding)}'
     notes = tuple(_notes(spec, dimensions))
-    devices = tuple(_numbers(mesh).ravel().tolist())
-    return Blocks(dimensions, holders, devices, _numbering(mesh, axes), placement, notes)
+    devices = tuple(numbers.ravel().tolist())
+    return Blocks(dimensions, holders, devices, _numbering_text(mesh, axes), placement, notes)
 
 
-def _even(size: int, count: int) -> tuple[tuple[int, int], ...]:
-    """Equal parts; if the size does not divide, the last ones are smaller or empty."""
+def _ranges(size: int, count: int) -> tuple[tuple[int, int], ...]:
+    """Returns equal parts; if the size does not divide, the last parts are smaller or empty."""
     step = -(-size // count)
     return tuple((min(part * step, size), min((part + 1) * step, size)) for part in range(count))
 
 
-def _numbers(mesh: Mesh | AbstractMesh) -> np.ndarray[Any, Any]:
-    """The ids of the devices in the shape of the mesh; of a mesh without devices, positions."""
+def _device_numbers(mesh: Mesh | AbstractMesh) -> np.ndarray[Any, Any]:
+    """Returns the device ids, or the positions in an abstract mesh, in the shape of the mesh."""
     sizes = tuple(mesh.shape.values())
     if isinstance(mesh, AbstractMesh):
         return np.arange(math.prod(sizes)).reshape(sizes)
     return np.array([device.id for device in mesh.devices.flat]).reshape(sizes)
 
 
-def _numbering(mesh: Mesh | AbstractMesh, axes: MeshAxes) -> str:
+def _numbering_text(mesh: Mesh | AbstractMesh, axes: MeshAxes) -> str:
     if isinstance(mesh, AbstractMesh):
         return f'Numbers are positions, in mesh order, in the abstract mesh ({axes}), which has no devices.'
-    return f'{_ids(mesh.devices.flat)[:-1]}, in the mesh ({axes}).'
+    return f'{_device_ids_text(list(mesh.devices.flat))[:-1]}, in the mesh ({axes}).'
 
 
-def _ids(devices: Iterable[Any]) -> str:
-    known = list(devices)
-    processes = {device.process_index for device in known}
-    of = f' of {len(processes)} processes' if len(processes) > 1 else ''
-    return f'Numbers are ids of {known[0].platform.upper()} devices{of}.'
+def _device_ids_text(devices: Sequence[Any]) -> str:
+    processes = {device.process_index for device in devices}
+    of_processes = f' of {len(processes)} processes' if len(processes) > 1 else ''
+    return f'Numbers are ids of {devices[0].platform.upper()} devices{of_processes}.'
 
 
-def _memory(sharding: Sharding) -> str:
+def _memory_text(sharding: Sharding) -> str:
     kind = sharding.memory_kind
     return '' if kind in (None, 'device') else f' in {kind}'
 
 
 def _notes(spec: Any, dimensions: Sequence[Dimension]) -> Iterable[str]:
-    for number, dimension in enumerate(dimensions):
+    for dim, dimension in enumerate(dimensions):
         count = len(dimension.ranges)
         if dimension.size % count:
             yield (
-                f'dim {number} of size {dimension.size} does not divide by {count}: '
+                f'dim {dim} of size {dimension.size} does not divide by {count}: '
                 'the last blocks are smaller, and padded by the compiler'
             )
     if spec.unreduced:

@@ -1,4 +1,4 @@
-"""Blocks drawn as a table in colours, one for each group of devices."""
+"""Pictures as HTML: tables of blocks, with one colour for each group of devices."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from scalax.errors import plural
 from scalax.visualize._blocks import Blocks, Index
 from scalax.visualize._grid import devices_text, grid_of
 
-_MOST_COLUMNS = 16
+_MAX_COLUMNS = 16
 
 
 def table(blocks: Blocks) -> str:
-    """The words about the dimensions of an array, and its blocks as a table."""
-    grid, colors = grid_of(blocks, _MOST_COLUMNS), _colors(blocks)
+    """Returns the line about the dimensions of an array, and its blocks as a table."""
+    grid, colors = grid_of(blocks, _MAX_COLUMNS), _colors(blocks)
 
     def cell(index: Index | None) -> str:
         if index is None:
@@ -35,14 +35,14 @@ def table(blocks: Blocks) -> str:
 
 
 def _colors(blocks: Blocks) -> dict[tuple[int, ...], str]:
-    """A colour for each group of devices that holds a block; grey for all devices.
+    """Returns a colour for each group of devices that holds a block; grey for all devices.
 
-    They go by the first device of a group, so that on one mesh a device has the same colour however arrays
-    are cut.
+    The colours follow the order of the first devices of the groups, so that on one mesh a device has a
+    similar colour for every sharding.
     """
-    place = {device: i for i, device in enumerate(blocks.devices)}
-    groups = sorted({*blocks.holders.values()}, key=lambda group: [place[device] for device in group])
+    positions = {device: i for i, device in enumerate(blocks.devices)}
+    groups = sorted({*blocks.holders.values()}, key=lambda group: [positions[device] for device in group])
     return {
-        group: '#ddd' if len(group) == len(place) else f'hsl({360 * number // len(groups)} 70% 78%)'
-        for number, group in enumerate(groups)
+        group: '#ddd' if len(group) == len(positions) else f'hsl({360 * i // len(groups)} 70% 78%)'
+        for i, group in enumerate(groups)
     }

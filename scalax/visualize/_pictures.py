@@ -1,4 +1,4 @@
-"""The pictures of a tree: one for each shape and sharding that its leaves have."""
+"""The pictures of a tree: one for each shape and sharding of its leaves."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from scalax._core.util.folding import MOST_RUNS, Fold, count_prefix, fold
 from scalax.errors import Problem, ShardingError, module_advice, plural, shown_leaves
 from scalax.visualize._blocks import Blocks, blocks_of
 
-_RULES = 'give rules as well: helper.visualize(tree, rules) shows where they would place each leaf.'
-_INSPECT = (
+_RULES_HINT = 'give rules as well: helper.visualize(tree, rules) shows where they would place each leaf.'
+_TRACED_HINT = (
     'look at arguments and results outside the function, or at values inside with '
     'jax.debug.inspect_array_sharding(x, callback=...), which gets the sharding.'
 )
@@ -29,10 +29,10 @@ class Member:
     """Leaves whose paths differ only in numbers.
 
     Attributes:
-        name: their paths as one: ``layers/{0..79}/w``.
-        count: how many there are.
-        dtype: the name of their dtype.
-        fold: all of their paths.
+        name: the paths as one: ``layers/{0..79}/w``.
+        count: the number of leaves.
+        dtype: the name of the dtype.
+        fold: the paths.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Picture:
 
     Attributes:
         members: the leaves.
-        blocks: the blocks of each of them, and the devices that hold them.
+        blocks: the blocks of each leaf, and the devices that hold them.
     """
 
     members: tuple[Member, ...]
@@ -60,70 +60,70 @@ class Picture:
 
     @property
     def count(self) -> int:
-        """How many leaves these are."""
+        """The number of leaves."""
         return sum(member.count for member in self.members)
 
 
 def pictures_of(pytree: Any) -> tuple[Picture, ...]:
-    """A picture for each shape and sharding, in the order of the first leaf of each.
+    """Returns a picture for each shape and sharding, in the order of the first leaf of each.
 
     Raises:
-        ShardingError: some leaves have no sharding that can be shown; names all of them.
+        ShardingError: some leaves have no sharding that can be shown; the message names all of them.
     """
     tree = NamedTree.of(pytree)
     shardings = [_sharding(leaf) for leaf in tree.leaves]
     problems = [
-        Problem(fault.kind, tree.describe(number), fault.detail, hint=fault.hint)
-        for number, fault in enumerate(shardings)
+        Problem(fault.kind, tree.describe(index), fault.detail, hint=fault.hint)
+        for index, fault in enumerate(shardings)
         if isinstance(fault, spec_validation.Fault)
     ]
     if problems:
         raise _error(problems)
-    known: dict[Hashable, int] = {}
     layouts = [
-        known.setdefault((shape, _layout(sharding)), len(known))
-        for shape, sharding in zip(tree.shapes, shardings, strict=True)
+        (shape, _sharding_key(sharding)) for shape, sharding in zip(tree.shapes, shardings, strict=True)
     ]
     dtypes = [str(leaf.dtype) for leaf in tree.leaves]
-    groups: dict[int, list[Fold]] = {}
+    folds_by_layout: dict[Hashable, list[Fold]] = {}
     for item in fold(zip(tree.paths, zip(layouts, dtypes, strict=True), strict=True)):
-        groups.setdefault(layouts[item.first], []).append(item)
+        folds_by_layout.setdefault(layouts[item.first], []).append(item)
     pictures = []
-    for items in groups.values():
-        first = items[0].first
+    for folds in folds_by_layout.values():
+        first = folds[0].first
         sharding = shardings[first]
         assert isinstance(sharding, Sharding)
         members = tuple(
-            Member(item.short_name(MOST_RUNS), item.count, dtypes[item.first], item) for item in items
+            Member(item.short_name(MOST_RUNS), item.count, dtypes[item.first], item) for item in folds
         )
         pictures.append(Picture(members, blocks_of(sharding, tree.shapes[first])))
     return tuple(pictures)
 
 
-def _layout(sharding: Hashable) -> Hashable:
-    """A key that is equal for equivalent shardings, such as ``P('x')`` and ``P('x', None)``."""
+def _sharding_key(sharding: Hashable) -> Hashable:
+    """Returns a key that is equal for equivalent shardings, such as ``P('x')`` and ``P('x', None)``."""
     if isinstance(sharding, NamedSharding):
         return sharding.mesh, partition_specs.canonical(sharding.spec), sharding.memory_kind
     return sharding
 
 
 def _sharding(leaf: Any) -> Sharding | spec_validation.Fault:
-    """The sharding of a leaf, or why it cannot be shown."""
+    """Returns the sharding of a leaf, or the reason why it cannot be shown."""
     if leaf_shape(leaf) is None or has_foreign_dtype(leaf):
         return spec_validation.Fault(
             'not-an-array', 'this is not an array', f'visualize a tree of arrays only.{module_advice([leaf])}'
         )
-    traced = isinstance(leaf, jax.core.Tracer)
-    sharding = jax.typeof(leaf).sharding if traced else getattr(leaf, 'sharding', None)
-    if traced and not _is_typed(sharding):
+    is_traced = isinstance(leaf, jax.core.Tracer)
+    sharding = jax.typeof(leaf).sharding if is_traced else getattr(leaf, 'sharding', None)
+    if is_traced and not _is_explicit(sharding):
         return spec_validation.Fault(
-            'traced', 'only the compiler will know where this traced value is placed', _INSPECT
+            'traced', 'only the compiler will know where this traced value is placed', _TRACED_HINT
         )
-    is_untyped = isinstance(leaf, jax.core.ShapedArray) and not _is_typed(sharding)
+    is_untyped = isinstance(leaf, jax.core.ShapedArray) and not _is_explicit(sharding)
     if not isinstance(sharding, Sharding) or is_untyped:
-        return spec_validation.Fault('no-sharding', 'this has no sharding: it is on no device yet', _RULES)
+        return spec_validation.Fault(
+            'no-sharding', 'this has no sharding: it is on no device yet', _RULES_HINT
+        )
     if not isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
-        return spec_validation.Fault('no-sharding', f'its {type(sharding).__name__} has no spec', _RULES)
+        return spec_validation.Fault('no-sharding', f'its {type(sharding).__name__} has no spec', _RULES_HINT)
     if isinstance(sharding, NamedSharding) and partition_specs.UNCONSTRAINED in partition_specs.entries(
         sharding.spec
     ):
@@ -135,8 +135,8 @@ def _sharding(leaf: Any) -> Sharding | spec_validation.Fault:
     return sharding
 
 
-def _is_typed(sharding: Any) -> bool:
-    """Whether the type of a traced value determines its sharding: all mesh axes are Explicit."""
+def _is_explicit(sharding: Any) -> bool:
+    """Whether all mesh axes are Explicit, so that the type of a traced value determines its sharding."""
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return False
     return set(MeshAxes.of(sharding.mesh).types.values()) == {AxisType.Explicit}
@@ -152,6 +152,6 @@ def _error(problems: Sequence[Problem]) -> ShardingError:
 
 
 def member_text(picture: Picture, member: Member) -> str:
-    """A member as pictures name it: ``layers/{0..79}/w: 80 x float32[8,16]``."""
+    """Returns the text of a member in pictures: ``layers/{0..79}/w: 80 x float32[8,16]``."""
     name = f'{member.name}: ' if member.name else ''
     return f'{name}{count_prefix(member.count)}{array_text(member.dtype, picture.blocks.shape)}'

@@ -1,27 +1,34 @@
-"""Blocks drawn as boxes of text."""
+"""Pictures as text: boxes of blocks."""
 
 from __future__ import annotations
 
 from scalax.visualize._blocks import Blocks, range_text
 from scalax.visualize._grid import Grid, devices_text, grid_of
 
-_RULED_ROWS = 8  # with more rows, lines between them take too much space
+_MAX_RULED_ROWS = 8  # with more rows, lines between them take too much space
 
 
 def drawing(blocks: Blocks, width: int) -> tuple[str, list[str]]:
-    """The words about the dimensions of an array, and the lines of its picture, no wider than *width*."""
+    """Returns the line about the dimensions of an array, and the lines of its picture.
+
+    Args:
+        blocks: the blocks.
+        width: the largest width of the picture, in characters.
+    """
     texts = map(devices_text, blocks.holders.values())
     ranges = blocks.dimensions[blocks.cut[-1]].ranges if blocks.cut else ()
     labels = [*map(range_text, ranges), f'{len(ranges)} more']
-    cell = max(map(len, [*texts, *labels])) + 2
+    cell_width = max(map(len, [*texts, *labels])) + 2
     margin = max(len(label) for label, _ in grid_of(blocks, 3).rows) + 1
-    grid = grid_of(blocks, (width - margin - 1) // (cell + 1))
+    grid = grid_of(blocks, (width - margin - 1) // (cell_width + 1))
     return grid.dimensions, _boxes(blocks, grid)
 
 
 def _boxes(blocks: Blocks, grid: Grid) -> list[str]:
-    cells = [['...' if at is None else devices_text(blocks.at(at)) for at in row] for _, row in grid.rows]
-    # One width for all, so that equal blocks look equal.
+    cells = [
+        ['...' if index is None else devices_text(blocks.at(index)) for index in row] for _, row in grid.rows
+    ]
+    # All cells have one width, so that equal blocks look equal.
     width = max(len(text) for row in [*cells, grid.columns] for text in row) + 2
     longest = max(len(label) for label, _ in grid.rows)
     margin = longest + 1 if longest else 0
@@ -32,9 +39,9 @@ def _boxes(blocks: Blocks, grid: Grid) -> list[str]:
     heads = ' '.join(label.center(width) for label in grid.columns).rstrip()
     lines = [f'{" " * margin} {heads}'] if heads else []
     lines.append(rule('┌', '┬', '┐'))
-    for number, ((label, _), texts) in enumerate(zip(grid.rows, cells, strict=True)):
-        if number and len(grid.rows) <= _RULED_ROWS:
+    for i, ((label, _), texts) in enumerate(zip(grid.rows, cells, strict=True)):
+        if i and len(grid.rows) <= _MAX_RULED_ROWS:
             lines.append(rule('├', '┼', '┤'))
-        inside = '│'.join(text.center(width) for text in texts)
-        lines.append(f'{f"{label} ".rjust(margin) if margin else ""}│{inside}│')
+        cell_texts = '│'.join(text.center(width) for text in texts)
+        lines.append(f'{f"{label} ".rjust(margin) if margin else ""}│{cell_texts}│')
     return [*lines, rule('└', '┴', '┘')]

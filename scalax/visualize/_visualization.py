@@ -1,4 +1,4 @@
-"""`visualize` and its result: boxes of text in a terminal, tables in colours in notebooks and files."""
+"""`visualize` and its result: boxes of text in a terminal, coloured tables in notebooks and files."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from scalax.visualize._html import table
 from scalax.visualize._pictures import Picture, member_text, pictures_of
 from scalax.visualize._text import drawing
 
-_MOST_MEMBERS = 8
+_MAX_MEMBERS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Visualization(Renderable):
-    """Which device holds which block of which array; ``str()`` of it is a drawing for a terminal.
+    """Pictures of which device holds which block of each array; ``str()`` of it is a drawing for a terminal.
 
     Attributes:
-        pictures: one for each shape and sharding of the leaves, in tree order.
+        pictures: one picture for each shape and sharding of the leaves, in tree order.
     """
 
     pictures: tuple[Picture, ...]
@@ -43,14 +43,14 @@ def visualize(pytree: Any) -> Visualization:
     """Shows which device holds which block of the arrays of a tree.
 
     Args:
-        pytree: the leaves are jax.Arrays, or ``jax.ShapeDtypeStruct`` with shardings, as
-            ``helper.abstract`` makes them; on meshes of any kind.
+        pytree: a pytree of jax.Arrays, or of ``jax.ShapeDtypeStruct`` with shardings, such as those of
+            ``helper.abstract``. The mesh may be of any kind.
 
     Returns:
         A `Visualization`.
 
     Raises:
-        ShardingError: some leaves have no sharding that can be shown; names all of them.
+        ShardingError: some leaves have no sharding that can be shown; the message names all of them.
 
     Example:
         >>> import jax
@@ -72,47 +72,46 @@ def visualize(pytree: Any) -> Visualization:
 
 
 def _blocks(pictures: Sequence[Picture]) -> list[Block]:
-    """All pictures, with the words above and below each."""
+    """Returns all pictures, with the lines above and below each."""
     numberings = [*dict.fromkeys(picture.blocks.numbering for picture in pictures)]
-    shown = [
+    sections = [
         Section(
             '',
             [
-                *(
-                    Lines([*_arrays(picture)]),
-                    Lines([f'{picture.blocks.placement}: {blocks_text(picture.blocks)}']),
-                ),
-                *(_Drawing(picture.blocks), Lines(picture.blocks.notes)),
+                Lines([*_array_lines(picture)]),
+                Lines([f'{picture.blocks.placement}: {blocks_text(picture.blocks)}']),
+                _Drawing(picture.blocks),
+                Lines(picture.blocks.notes),
                 Lines([picture.blocks.numbering] if len(numberings) > 1 else []),
             ],
         )
         for picture in pictures
     ]
     return [
-        *shown,
+        *sections,
         Lines(numberings if len(numberings) == 1 else []),
         Lines([] if pictures else ['There are no arrays in the tree.']),
     ]
 
 
-def _arrays(picture: Picture) -> Iterator[str]:
-    """The arrays of a picture, a line for each kind."""
-    for member in picture.members[:_MOST_MEMBERS]:
+def _array_lines(picture: Picture) -> Iterator[str]:
+    """Yields a line for each member of a picture."""
+    for member in picture.members[:_MAX_MEMBERS]:
         yield member_text(picture, member)
-    if rest := sum(member.count for member in picture.members[_MOST_MEMBERS:]):
+    if rest := sum(member.count for member in picture.members[_MAX_MEMBERS:]):
         yield f'... and {plural(rest, "more array", "more arrays")} with this sharding'
 
 
 @dataclasses.dataclass(frozen=True)
 class _Drawing(Block):
-    """The dimensions of an array, and its blocks as boxes of text, or as a table in colours."""
+    """The dimensions of an array, and its blocks as boxes of text, or as a coloured table."""
 
     blocks: Blocks
 
     def text(self, width: int) -> list[str]:
-        dimensions, drawn = drawing(self.blocks, width)
-        # Drawings fit already, and wrapping would drop their blanks.
-        return [*wrap_lines([dimensions], width), *drawn]
+        dimensions, lines = drawing(self.blocks, width)
+        # The drawing fits already, and wrapping would drop its spaces.
+        return [*wrap_lines([dimensions], width), *lines]
 
     def html(self, mesh: MeshAxes) -> str:
         return table(self.blocks)
