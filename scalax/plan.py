@@ -15,7 +15,7 @@ from scalax._planning.hardware.torus import DevicePosition, TorusSegment
 from scalax._planning.mesh_search.candidate import Candidate
 from scalax._planning.mesh_search.result import SearchResult
 from scalax._planning.mesh_search.search import search
-from scalax._planning.program.counting import Exactness
+from scalax._planning.program.exactness import Exactness
 from scalax._planning.program.module_scopes import ScopeCost, ScopeRuns
 from scalax._planning.program.provenance import Source
 from scalax._planning.report.make_plan import make_plan

@@ -15,7 +15,7 @@ from scalax._core.context.active_helper import MeshOwner
 from scalax._core.pytree.paths import NamedTree
 from scalax._jax.events import compilations_of
 from scalax._planning.cost.collective_instances import KINDS
-from scalax._planning.program.counting import Exactness
+from scalax._planning.program.exactness import Exactness
 from scalax._planning.report.make_plan import make_plan
 from scalax._verification.report import Ablation, Argument, Difference, FirstDifference, VerificationReport
 from scalax._verification.verify import verify

@@ -39,8 +39,8 @@ import jax
 
 from benchmarks.published.decoder import has_cudnn
 from scalax._core.mesh.gpu_topologies import installed_plugins
-from scalax._planning.compiler.compilation import LIBRARIES
-from scalax._planning.time.schedule import MODELLED
+from scalax._planning.compiler.compilation import CUBLAS_OPTIONS
+from scalax._planning.time.schedule import COST_MODEL_OPTION
 from scalax.plan import make_plan
 from tests.support import executable_reader, gpu_programs
 from tests.support.executable_reader import Counts
@@ -81,9 +81,9 @@ def compile_fully(name: str, folder: Path) -> None:
     before = time.process_time()
     options = {'xla_dump_to': str(folder), **DUMP}
     if name in gpu_programs.PROGRAMS:
-        options |= LIBRARIES
+        options |= CUBLAS_OPTIONS
         if PROGRAMS[name].topology.partition(':')[0] not in gpu_programs.NOT_MODELLED:
-            options[MODELLED] = True
+            options[COST_MODEL_OPTION] = True
     executable = lowered.compile(compiler_options=options)
     stats = executable.memory_analysis()
     figures = {field: getattr(stats, field) for field in dir(stats) if field.endswith('bytes')}

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.published.decoder import AXES, ROWS, Decoder, Recomputed, has_cudnn, training_step
-from scalax._planning.time.schedule import CUDNN
+from scalax._planning.time.schedule import CUDNN_FACTORS
 from scalax.plan import HARDWARE, Hardware, Plan
 from scalax.sharding import MeshShardingHelper
 
@@ -84,7 +84,7 @@ class Step:
         if plan.schedule is None:
             return None
         least = self.missing * self.devices / plan.roofline(self.numbers).peak
-        return plan.schedule.seconds + CUDNN['__cudnn$fmha'] * least
+        return plan.schedule.seconds + CUDNN_FACTORS['__cudnn$fmha'] * least
 
     @property
     def numbers(self) -> Hardware:

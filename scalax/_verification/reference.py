@@ -19,7 +19,7 @@ from scalax._core.pytree.partition_specs import axis_sizes_text
 from scalax._core.pytree.paths import NamedTree, dtype_on_devices, is_prng_key, tree_type
 from scalax._jax import equations
 from scalax._jaxpr.source_lines import line_of
-from scalax._planning.compiler.lowered_step import without_changes
+from scalax._planning.compiler.lowered_step import pure_call
 from scalax._verification.rounding import EquationPath, PerturbedEvaluator, RoundingAnalysis
 from scalax.errors import ArgumentError, shown
 
@@ -70,7 +70,7 @@ class StepCall:
         self, helper: MeshOwner, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         self.helper, self.name = helper, name_of(function)
-        function, args, kwargs = without_changes(function, args, kwargs)
+        function, args, kwargs = pure_call(function, args, kwargs)
         self.function: Any = function
         self._donated: set[int] = set()
         owner = helper_of(function)

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from scalax._planning.compiler.compilation import compile_lowered
-from scalax._planning.time.schedule import MODELLED
+from scalax._planning.time.schedule import COST_MODEL_OPTION
 from scalax.errors import ArgumentError, MeshError, PlanError
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -74,7 +74,7 @@ def test_a_compiler_for_gpus_without_models_of_kernels_is_asked_without_them(pla
 
     class HasNoModels:
         def compile(self, compiler_options):
-            asked.append(MODELLED in compiler_options)
+            asked.append(COST_MODEL_OPTION in compiler_options)
             raise jax.errors.JaxRuntimeError(f'asked {len(asked)} times')
 
     times = 2 if platform == 'gpu' else 1

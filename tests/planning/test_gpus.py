@@ -16,7 +16,7 @@ import pytest
 
 from scalax._core.mesh.gpu_targets import TARGETS
 from scalax._core.render import blocks
-from scalax._planning.cost.collectives import collectives, seconds_of_runs
+from scalax._planning.cost.collectives import collective_times, collectives
 from scalax._planning.cost.device_cost import device_cost_of
 from scalax._planning.hardware.torus import DevicePosition, Route, networks_of, route_of, torus_of
 from scalax._planning.program.hlo import parse
@@ -31,7 +31,7 @@ from tests.support.gpu_programs import PROGRAMS, made_plan, recorded_plan
 from tests.support.recorded import gpu_names, recorded
 
 H100 = HARDWARE['h100']
-NOT_COMPILED = 'not compiled for h100: the program is that of cpu devices, with the numbers of h100'
+NOT_COMPILED = 'not compiled for h100: this is the program for cpu devices, timed with the specs of h100'
 
 
 def array(*shape):
@@ -392,7 +392,7 @@ def test_a_permute_between_hosts_is_not_a_part_of_one_inside_them():
     program, ids = permutes(INSIDE, BETWEEN), range(8)
     rows = collectives(program, *TWO_HOSTS, None, ids, switched=True)
     assert {(row.networks, row.crossing, row.count) for row in rows} == {(('ici',), 0, 1), (('dcn',), 4, 1)}
-    found = seconds_of_runs(lambda rows: [1.0 + row.crossing for row in rows], program, *TWO_HOSTS, ids)
+    found = collective_times(lambda rows: [1.0 + row.crossing for row in rows], program, *TWO_HOSTS, ids)
     assert {name: seconds for (_, name), (_, seconds) in found.items()} == {'in': 1.0, 'out': 5.0}
 
 
@@ -439,7 +439,7 @@ ENTRY %main (x: f32[250], b: pred[]) -> f32[250] {{
 }}
 """)
     assert len(collectives(program, *TWO_HOSTS, None, range(8), switched=True)) == 1
-    found = seconds_of_runs(lambda rows: [row.group for row in rows], program, *TWO_HOSTS, range(8))
+    found = collective_times(lambda rows: [row.group for row in rows], program, *TWO_HOSTS, range(8))
     assert found == {('less', 'some'): ('all-gather', 4), ('more', 'moved'): ('all-to-all', 8)}
 
 

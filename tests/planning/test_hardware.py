@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from scalax._core.mesh.gpu_topologies import GPU_KINDS
-from scalax._planning.hardware.specs import find_hardware, numbers_of
+from scalax._planning.hardware.specs import find_hardware, required_specs
 from scalax.errors import PlanError
 from scalax.plan import HARDWARE, Hardware
 from tests.support import ROOT
@@ -99,7 +99,7 @@ def test_unknown_names():
     with pytest.raises(PlanError) as error:
         find_hardware(None, 'NVIDIA L4')
     assert str(error.value) == (
-        "the numbers of 'NVIDIA L4' devices are not known: give hardware=..., a scalax.plan.Hardware of "
+        "the specs of 'NVIDIA L4' devices are unknown: pass hardware=..., a scalax.plan.Hardware of "
         "your own or one of 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x', 'a100', 'h100', 'h100-pcie', 'h100-nvl', "
         "'h200', 'gh200', 'b200', 'gb200', 'gb300'"
     )
@@ -107,9 +107,11 @@ def test_unknown_names():
 
 def test_missing_numbers_are_named():
     with pytest.raises(PlanError) as error:
-        numbers_of(Hardware('mine'), 'name', 'flops_per_second', 'hbm_bytes', 'torus_axes', for_='a roofline')
+        required_specs(
+            Hardware('mine'), 'name', 'flops_per_second', 'hbm_bytes', 'torus_axes', for_='a roofline'
+        )
     assert str(error.value) == (
-        "a roofline needs numbers that the hardware 'mine' does not have: flops_per_second, hbm_bytes, "
+        "a roofline needs specs that the hardware 'mine' lacks: flops_per_second, hbm_bytes, "
         'torus_axes. Add them: dataclasses.replace(hardware, flops_per_second=..., hbm_bytes=..., '
         'torus_axes=...)'
     )
@@ -169,8 +171,8 @@ def test_what_is_alike(kind):
     assert {field: getattr(HARDWARE[kind], field) for field in ALIKE} == ALIKE
 
 
-@pytest.mark.parametrize(('kind', 'joined'), GPU_KINDS.items())
-def test_hosts_of_topologies_are_those_of_the_hardware(kind, joined):
+@pytest.mark.parametrize(('kind', 'gpus'), GPU_KINDS.items())
+def test_hosts_of_topologies_are_those_of_the_hardware(kind, gpus):
     entry = HARDWARE[kind]
-    assert (entry.torus_axes, entry.chips_per_host) == (0, joined.host)
-    assert (entry.chips_per_slice or entry.chips_per_host) == joined.domain
+    assert (entry.torus_axes, entry.chips_per_host) == (0, gpus.gpus_per_host)
+    assert (entry.chips_per_slice or entry.chips_per_host) == gpus.gpus_per_domain

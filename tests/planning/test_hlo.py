@@ -6,16 +6,16 @@ import pytest
 
 from scalax._planning.cost.collectives import collectives
 from scalax._planning.hardware.torus import DevicePosition
-from scalax._planning.program.call_tree import visits
-from scalax._planning.program.counting import Exactness
+from scalax._planning.program.call_tree import computation_instances
+from scalax._planning.program.exactness import Exactness
 from scalax._planning.program.hlo import Array, Instruction, parse
 from scalax._planning.program.provenance import Source
 from scalax._planning.program.replica_groups import (
     axes_of_groups,
     groups_between_slices,
     replica_groups,
+    replica_groups_text,
     source_target_pairs,
-    written_groups,
 )
 from scalax.errors import PlanError
 from tests.support.hlo_text import ADD, HEAD, MESH, program
@@ -52,7 +52,7 @@ GROUPS = {
 @pytest.mark.parametrize(('text', 'groups'), GROUPS.values(), ids=GROUPS)
 def test_groups(text, groups):
     attributes = f'channel_id=3, replica_groups={text}, use_global_device_ids=true, to_apply=%add'
-    assert written_groups(attributes) == text
+    assert replica_groups_text(attributes) == text
     assert replica_groups(text, 8).tolist() == groups
 
 
@@ -487,5 +487,5 @@ def test_every_computation_of_a_real_program_is_read():
     text = jax.jit(fun).lower(np.ones(4, np.float32)).compile().as_text()
     module = parse(text)
     assert module.partitions == 1
-    assert {visit.computation.name for visit in visits(module)} == set(module.computations)
-    assert max(visit.count for visit in visits(module)) >= 3
+    assert {visit.computation.name for visit in computation_instances(module)} == set(module.computations)
+    assert max(visit.count for visit in computation_instances(module)) >= 3

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax._planning.cost.collective_instances import runs
+from scalax._planning.cost.collective_instances import collective_instances
 from scalax._planning.cost.device_cost import DeviceCost, device_cost_of, flops_of
-from scalax._planning.cost.flops import count_flops, rounds_of_while
-from scalax._planning.program.call_tree import visits
+from scalax._planning.cost.flops import count_flops, while_trip_count
+from scalax._planning.program.call_tree import computation_instances
 from scalax._planning.program.hlo import parse
 from scalax.plan import Exactness, Flops, ScopeCost
 from tests.support.leaves import leaf
@@ -188,7 +188,7 @@ def test_a_loop_of_an_equation_alone():
     """Where nothing is known around it, literals are."""
     traced = jax.jit(while_(lambda i: i <= 7, lambda i: i + 2, 1)).trace(X)
     [equation] = [equation for equation in traced.jaxpr.eqns if equation.primitive.name == 'while']
-    assert rounds_of_while(equation) == (4, EXACT)
+    assert while_trip_count(equation) == (4, EXACT)
 
 
 @pytest.mark.medium
@@ -306,7 +306,7 @@ def test_without_a_measure_all_branches_come():
     def counted(*measure):
         return [
             (visit.count, visit.exactness)
-            for visit in visits(module, *measure)
+            for visit in computation_instances(module, *measure)
             for instruction in visit.computation.instructions.values()
             if instruction.opcode == 'dot'
         ]
@@ -390,7 +390,7 @@ ENTRY %main (a: f32[4]) -> f32[8] {{
   ROOT %c = f32[8]{{0}} call(%a), to_apply=%gather, metadata={{op_name="{name}"}}
 }}
 """
-    [run] = runs(parse(text))
+    [run] = collective_instances(parse(text))
     assert run.op_name == name
 
 
@@ -453,5 +453,5 @@ ENTRY %main (x: f32[256]) -> f32[2048] {{
 
 def test_a_collective_that_goes_on_beside_a_loop_counts_once():
     """For TPUs an all-gather may last for all rounds of a loop, each of which has a clone of it."""
-    found = [(run.channel, run.visit.count) for run in runs(parse(BESIDE_A_LOOP))]
+    found = [(run.channel, run.visit.count) for run in collective_instances(parse(BESIDE_A_LOOP))]
     assert sorted(found) == [('7', 1), ('8', 5)]

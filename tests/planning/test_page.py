@@ -235,7 +235,7 @@ def test_a_gpu_of_ones_own_says_that_its_numbers_have_to_be_given():
     made = dataclasses.replace(simulated(), platform='gpu', device_kind='Mine')
     [line] = [text for text in words(made) if text.startswith('No seconds')]
     assert line.startswith(
-        "No seconds: the numbers of 'Mine' devices are not known: give hardware=..., a scalax."
+        "No seconds: the specs of 'Mine' devices are unknown: pass hardware=..., a scalax."
     )
     assert "v5p', torus" not in str(made)
 
@@ -260,7 +260,7 @@ def test_a_page_leaves_out_nothing_that_text_says():
 def test_without_numbers_of_the_hardware():
     # What is not known of a link to hosts is named, in text and on the page.
     made = dataclasses.replace(plan(), device_kind='TPU7x', host_transfers=HostTransfers(2**23, 2**24))
-    said = "numbers that the hardware 'tpu7x' does not have: host_bytes_per_second."
+    said = "specs that the hardware 'tpu7x' lacks: host_bytes_per_second."
     assert said in ' '.join(str(made).split()) and said in ' '.join(words(made))
     assert said not in ' '.join(words(plan()))
 

@@ -8,8 +8,8 @@ from examples import plan_llama
 from scalax._planning.cost.collectives import collectives
 from scalax._planning.cost.device_cost import device_cost_of
 from scalax._planning.cost.flops import count_flops, count_model_flops
-from scalax._planning.program.counting import phase_of
 from scalax._planning.program.hlo import parse
+from scalax._planning.program.phases import phase_of
 from scalax.plan import Exactness, Flops, Plan
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P

@@ -291,7 +291,7 @@ def test_the_link_to_the_host_is_timed_if_it_is_used():
     assert '  host:in ' in str(roofline)
     assert offloads.roofline('v4', torus=torus).parts['host:in'] == pytest.approx(2**24 / 1.6e10)
     assert not any(name.startswith('host') for name in plan.roofline('tpu7x', torus=torus).parts)
-    with pytest.raises(PlanError, match='does not have: host_bytes_per_second'):
+    with pytest.raises(PlanError, match='lacks: host_bytes_per_second'):
         offloads.roofline('tpu7x', torus=torus)
 
 

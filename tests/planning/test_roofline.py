@@ -405,7 +405,7 @@ def test_what_a_roofline_needs(snapshot):
     plan = fsdp(8)
     with pytest.raises(PlanError) as error:
         plan.roofline()
-    assert str(error.value).startswith("the numbers of 'cpu' devices are not known: give hardware=..., ")
+    assert str(error.value).startswith("the specs of 'cpu' devices are unknown: pass hardware=..., ")
     with snapshot.raises(PlanError):
         plan.roofline('v5p')
     with snapshot.raises(PlanError):

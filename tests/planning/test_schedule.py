@@ -8,13 +8,13 @@ import jax
 import pytest
 
 from scalax._core.render import blocks
-from scalax._planning.compiler.compilation import LIBRARIES
+from scalax._planning.compiler.compilation import CUBLAS_OPTIONS
 from scalax._planning.program.hlo import parse
-from scalax._planning.report.make_plan import nccl_times
+from scalax._planning.report.make_plan import nccl_collective_seconds
 from scalax._planning.report.plan_page import plan_blocks
 from scalax._planning.report.timeline import Timeline
-from scalax._planning.time.schedule import _APART, _REACHED, CUDNN, schedule_of
-from scalax._planning.time.schedule import MODELLED as OPTION
+from scalax._planning.time.schedule import _ACHIEVABLE, _SCATTERED_FACTOR, CUDNN_FACTORS, schedule_of
+from scalax._planning.time.schedule import COST_MODEL_OPTION as OPTION
 from scalax.plan import Plan
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -25,7 +25,7 @@ from tests.support.recorded import recorded
 MODELLED = [name for name in PROGRAMS if name.split()[-1] not in NOT_MODELLED]
 US = 1e-6
 # Kernels reach 1e12 operations and 1e9 bytes in a second.
-FLOPS_RATE, HBM_RATE, HOST_RATE = 1e12 / _REACHED, 1e9 / _REACHED, 1e8
+FLOPS_RATE, HBM_RATE, HOST_RATE = 1e12 / _ACHIEVABLE, 1e9 / _ACHIEVABLE, 1e8
 
 
 def cost(**times):
@@ -139,8 +139,8 @@ ENTRY %main (x: {array}, h: {host}) -> {array} {{
         ('kCustom', {'': 4, 'indexing_cost_model': 6, 'sol': 0.01}, 6),
         ('kCustom', {'': 4, 'sol': 0.01}, 2),
         ('kLoop', {}, 2),
-        ('kLoop', {'': 4, 'sol': 32}, 2 * _REACHED * _APART),
-        ('kCustom', {'': 4, 'sol': 32}, 2 * _REACHED * _APART),
+        ('kLoop', {'': 4, 'sol': 32}, 2 * _ACHIEVABLE * _SCATTERED_FACTOR),
+        ('kCustom', {'': 4, 'sol': 32}, 2 * _ACHIEVABLE * _SCATTERED_FACTOR),
     ],
 )
 def test_which_time_counts(kind, costs, time):
@@ -157,7 +157,7 @@ ENTRY %main (x: f32[250]) -> f32[250] {{
 }}
 """
     assert rows(of(text)) == {'first': (1, 3), 'r': (1, time)}
-    assert [row.bound for row in of(text).kernels] == pytest.approx([2 * US * _REACHED] * 2)
+    assert [row.bound for row in of(text).kernels] == pytest.approx([2 * US * _ACHIEVABLE] * 2)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_kernels_of_cudnn_take_several_times_the_least(name, library):
     kernels = [row for row in recorded_plan(name).schedule.kernels if row.name.startswith(library)]
     assert kernels
     for row in kernels:
-        assert row.seconds == pytest.approx(CUDNN[library] * row.bound)
+        assert row.seconds == pytest.approx(CUDNN_FACTORS[library] * row.bound)
 
 
 def test_a_library_in_a_fusion_has_the_time():
@@ -188,7 +188,7 @@ ENTRY %main (x: f32[10,10]) -> f32[10,10] {{
 """
     [row] = of(text).kernels
     assert (row.name, row.seconds) == ('r', pytest.approx(7 * US))
-    assert row.bound == pytest.approx(0.8 * US * _REACHED)  # 800 bytes; 2,000 operations take 0.002
+    assert row.bound == pytest.approx(0.8 * US * _ACHIEVABLE)  # 800 bytes; 2,000 operations take 0.002
 
 
 @pytest.mark.medium
@@ -246,7 +246,7 @@ def test_what_xla_says_of_products_that_it_has_not_measured():
 
         step = helper.sjit(product, in_shardings=P(), out_shardings=P())
         lowered = step.lower(jax.ShapeDtypeStruct((4096, 4096), 'bfloat16'))
-        text = lowered.compile(compiler_options={**LIBRARIES, OPTION: True}).as_text()
+        text = lowered.compile(compiler_options={**CUBLAS_OPTIONS, OPTION: True}).as_text()
         [seconds[result]] = map(float, re.findall(r'"exec_time_us":"?([\d.e+-]+)', text))
     assert seconds['float32'] == pytest.approx(4**3 * seconds['bfloat16'], rel=1e-3)
 
@@ -303,7 +303,9 @@ def test_loops_and_branches():
     kernels = {name: row for name, row in found.items() if name not in ('next', 'c')}  # of single numbers
     assert kernels == {'inside': (20, 60), 'once': (1, 4), 'more': (1, 5)}
     assert of(LOOP).seconds == pytest.approx(sum(row.seconds for row in of(LOOP).kernels))
-    assert [row.bound for row in of(LOOP).kernels if row.name == 'once'] == pytest.approx([2 * US * _REACHED])
+    assert [row.bound for row in of(LOOP).kernels if row.name == 'once'] == pytest.approx(
+        [2 * US * _ACHIEVABLE]
+    )
 
 
 def lane(spans, name):
@@ -379,7 +381,7 @@ def test_a_compiler_that_writes_no_times():
 @pytest.mark.parametrize('name', MODELLED)
 def test_kernels_take_what_the_compiler_says(name, monkeypatch):
     """As a second reader adds it up, on a device to which operations and bytes are next to nothing."""
-    monkeypatch.setattr('scalax._planning.time.schedule._APART', math.inf)
+    monkeypatch.setattr('scalax._planning.time.schedule._SCATTERED_FACTOR', math.inf)
     made = recorded(name)
     schedule = schedule_of(parse(made.optimized, True), 1e30, 1e30, 1e30, {})
     second = executable_reader.read(made.executable, made.mesh, made.slices)
@@ -398,7 +400,9 @@ def test_a_step_takes_its_kernels_and_its_waits(name):
     """No less than any of what runs beside the others, and no more than all."""
     plan = recorded_plan(name)
     schedule, roofline = plan.schedule, plan.roofline()
-    times = zip(plan.collectives, nccl_times(plan, roofline.hardware, plan.collectives), strict=True)
+    times = zip(
+        plan.collectives, nccl_collective_seconds(plan, roofline.hardware, plan.collectives), strict=True
+    )
     links = sum(row.count * seconds for row, seconds in times)
     beside = sum(row.seconds for row in schedule.kernels if row.name == 'wait: copy')
     assert schedule.seconds == pytest.approx(sum(row.seconds for row in schedule.kernels))

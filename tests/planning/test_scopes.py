@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from scalax._planning.program.module_scopes import scopes_in
-from scalax._planning.report.breakdown import sums_by_phase, sums_by_scope
+from scalax._planning.report.breakdown import costs_by_phase, costs_by_scope
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
@@ -52,7 +52,7 @@ def is_whole(plan):
     for row in plan.collectives:
         assert sum(runs.count for runs in row.scopes) == row.count
     moved = sum(row.count * row.bytes for row in plan.collectives)
-    by_phase = sums_by_phase(plan, None)
+    by_phase = costs_by_phase(plan, None)
     assert sum(each.moved for each in by_phase.values()) == moved
     return True
 
@@ -97,7 +97,7 @@ def test_functions_stand_for_scopes():
     plan = planned(step, X, X, in_shardings=(P('fsdp', 'tp'), P('fsdp')))
     assert is_whole(plan)
     assert {row.scope for row in plan.device_cost.by_scope} == {'step()/loss()', 'step()/loss()/attention()'}
-    (outer, whole), (inner, part) = sums_by_scope(plan, None)
+    (outer, whole), (inner, part) = costs_by_scope(plan, None)
     assert (outer, inner) == ('step()/loss()', 'step()/loss()/attention()')
     assert whole.flops == plan.device_cost.flops > part.flops > 0
     lines = plan.to_text(100).splitlines()
@@ -133,7 +133,7 @@ def test_modules_of_flax():
     assert flops_of(plan, 'Model/layers_2/up') == {'forward': one, 'recomputed': one, 'backward': 2 * one}
     # The first layer has no gradient of its input, and is still one of four.
     layers = 'Model/layers_{0..3}'
-    assert [name for name, _ in sums_by_scope(plan, None)][:3] == [layers, f'{layers}/up', f'{layers}/down']
+    assert [name for name, _ in costs_by_scope(plan, None)][:3] == [layers, f'{layers}/up', f'{layers}/down']
     assert 'By module and named scope' in plan._repr_html_()
 
 

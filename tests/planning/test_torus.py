@@ -16,7 +16,7 @@ from scalax._planning.hardware.torus import (
     route_of,
     torus_of,
 )
-from scalax._planning.time.collective_time import collective_seconds, part_of_links
+from scalax._planning.time.collective_time import collective_seconds, link_fraction
 from scalax.errors import PlanError
 from scalax.plan import HARDWARE, Hardware, TorusSegment
 
@@ -227,7 +227,7 @@ def test_unlike_chips():
     with pytest.raises(PlanError) as error:
         route_of(group, Torus((16, 4), 2, (True, False)), 'tp')
     assert str(error.value) == (
-        'some chips have one device along tp, others 2: the time of their collectives is not known'
+        'some chips have one device along tp, others 2: the time of their collectives is unknown'
     )
 
 
@@ -236,7 +236,8 @@ def test_unlike_slices():
     with pytest.raises(PlanError) as error:
         route_of(group, Torus((16, 4), 1, (True, False)), 'tp')
     assert (
-        str(error.value) == 'the devices along tp are placed differently in one slice or node than in another'
+        str(error.value)
+        == 'the devices along tp have different positions in one slice or node than in another'
     )
 
 
@@ -255,7 +256,7 @@ def test_places_on_a_torus():
 @pytest.mark.parametrize(
     ('torus', 'message'),
     [
-        ({'fdsp': 4}, "torus= names 'fdsp', which is no axis of the mesh (did you mean 'fsdp'?)"),
+        ({'fdsp': 4}, "torus= names 'fdsp', which is not an axis of the mesh (did you mean 'fsdp'?)"),
         ({'fsdp': (4, 2)}, "torus={'fsdp': (4, 2)} has 8 chips, but the mesh axis 'fsdp' has 16"),
         ({'fsdp': (2, 8), 'tp': 4}, "torus= uses 3 axes, but the torus of 'v5e' has 2"),
     ],
@@ -330,7 +331,7 @@ def test_the_least_time(kind, segments, hops):
     ],
 )
 def test_a_permute_uses_a_part_of_the_links(kind, segments, part):
-    assert part_of_links(kind, Route(1, 16, 16, segments)) == part
+    assert link_fraction(kind, Route(1, 16, 16, segments)) == part
 
 
 def test_times_inside_a_chip():

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from scalax._planning.compiler.compilation import LIBRARIES
+from scalax._planning.compiler.compilation import CUBLAS_OPTIONS
 from scalax._planning.cost.buffers import largest_buffers
 from scalax._planning.cost.collectives import collectives
 from scalax._planning.cost.device_cost import device_cost_of
@@ -18,7 +18,7 @@ from scalax._planning.cost.memory import MemoryTables, assigned_memory, read_lay
 from scalax._planning.hardware.specs import HARDWARE
 from scalax._planning.hardware.torus import DevicePosition
 from scalax._planning.program.hlo import parse
-from scalax._planning.report.make_plan import scheduled
+from scalax._planning.report.make_plan import gpu_schedule
 from scalax.plan import Plan
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
@@ -107,9 +107,9 @@ def recorded_plan(name: str) -> Plan:
         device_cost=device_cost_of(module),
         buffers=largest_buffers(layout, module),
         host_transfers=host_transfers(module),
-        flags=tuple(f'--{name}={str(value).lower()}' for name, value in LIBRARIES.items()),
+        flags=tuple(f'--{name}={str(value).lower()}' for name, value in CUBLAS_OPTIONS.items()),
     )
-    return dataclasses.replace(plan, schedule=scheduled(plan, module, range(8)))
+    return dataclasses.replace(plan, schedule=gpu_schedule(plan, module, range(8)))
 
 
 def made_plan(name: str) -> Plan:

@@ -21,7 +21,7 @@ from scalax._planning.hardware.specs import (
     find_hardware,
     hardware_of,
     network_text,
-    numbers_of,
+    required_specs,
 )
 from scalax.errors import MeshError, plural
 from scalax.rules import RuleLike
@@ -121,7 +121,7 @@ def plan_reshard(
     kind = helper.mesh.devices.flat[0].device_kind
     chip = find_hardware(hardware, kind) if hardware is not None else hardware_of(kind)
     speeds = 'ici_bytes_per_second', 'dcn_bytes_per_second', 'hop_seconds'
-    link, dcn, hop = numbers_of(chip, *speeds, for_='a move') if chip else (1, 1, 0)
+    link, dcn, hop = required_specs(chip, *speeds, for_='a move') if chip else (1, 1, 0)
     sent, received, by_network = Counter[Any](), Counter[Any](), {'ici': 0, 'dcn': 0}
     local_bytes, rounds, peak, seconds = 0, 0, 0, 0.0
     for transfer in [

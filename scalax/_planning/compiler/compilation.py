@@ -19,7 +19,7 @@ from scalax._jax.error_texts import is_out_of_memory
 from scalax._planning.compiler import running_compilations
 from scalax._planning.cost.memory import Memory, MemoryLayout, MemoryTables, assigned_memory, read_layout
 from scalax._planning.program.hlo import devices_of
-from scalax._planning.time.schedule import MODELLED
+from scalax._planning.time.schedule import COST_MODEL_OPTION
 from scalax.errors import PlanError
 
 _PASS = 'spmd-partitioning'
@@ -33,10 +33,10 @@ _SHARES = (
     'xla_jf_rematerialization_percent_shared_memory_limit',
 )
 _SIZE = 'xla_tpu_max_hbm_size_mib'
-OPTIONS = (_SIZE, *_SHARES)
+QUICK_PLAN_OPTIONS = (_SIZE, *_SHARES)
 """Options for quick plans, which only the compiler for TPUs knows."""
 _OPTIMIZATION = 'xla_backend_optimization_level'
-LIBRARIES = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
+CUBLAS_OPTIONS = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
 """Options with which products of GPUs are those of cuBLAS. XLA chooses between these and its own kernels by
 measuring, for which it needs a GPU; without one it takes its own, with tiles that no measurement chose, and
 compiles three times as long."""
@@ -122,12 +122,12 @@ def compile_lowered(
         small = {_OPTIMIZATION: 0}
     said = {*(flag[2:].partition('=')[0] for flag in xla_flags()), *given}
     if platform == 'gpu':
-        own = {} if attached else {name: on for name, on in LIBRARIES.items() if name not in said}
-        small = {MODELLED: True, **own}
+        own = {} if attached else {name: on for name, on in CUBLAS_OPTIONS.items() if name not in said}
+        small = {COST_MODEL_OPTION: True, **own}
     try:
         dump = _compile(lowered, small)
     except jax.errors.JaxRuntimeError:
-        if not small.pop(MODELLED, False):
+        if not small.pop(COST_MODEL_OPTION, False):
             raise
         dump = _compile(lowered, small)  # XLA has no models of this GPU, or the error comes again
     runs = dump.executable is not None  # else it is too large, or this is a quick plan
@@ -181,7 +181,9 @@ def _flags(options: str, said: Container[str]) -> tuple[str, ...]:
     """
     values: dict[str, list[str]] = {}
     for name, value in _OPTION.findall(options):
-        if name in said or (name.startswith('xla_gpu_') and name not in (MODELLED, 'xla_gpu_cuda_data_dir')):
+        if name in said or (
+            name.startswith('xla_gpu_') and name not in (COST_MODEL_OPTION, 'xla_gpu_cuda_data_dir')
+        ):
             values.setdefault(name, []).append(value)
     return tuple(f'--{name}={",".join(each)}' for name, each in values.items())
 

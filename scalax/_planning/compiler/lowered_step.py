@@ -137,7 +137,7 @@ def lower_step(
     if isinstance(mesh, AbstractMesh):
         require_devices(mesh, 'plan')
     name = name_of(fun)
-    fun, args, kwargs = without_changes(fun, args, kwargs)
+    fun, args, kwargs = pure_call(fun, args, kwargs)
     if isinstance(fun, types.MethodType) and _is_jitted(fun.__func__):
         # Attributes of a bound method are those of the function, which do not know the bound object.
         bound: types.MethodType = fun
@@ -148,7 +148,7 @@ def lower_step(
     return LoweredStep(name, mesh, function, args, kwargs, traced, traced.lower(), is_jitted, hardware)
 
 
-def without_changes(
+def pure_call(
     fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
     """A call of the pure function behind one that changes nnx modules; any other call as it is."""

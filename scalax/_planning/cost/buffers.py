@@ -158,7 +158,7 @@ class _Reader:
 
 def _place(computation: Computation, operand: str) -> _Place:
     element = operand.partition('#')[2]  # elements of elements are not followed
-    return _Place(computation, computation.maker(operand), element if element.isdigit() else '')
+    return _Place(computation, computation.producer(operand), element if element.isdigit() else '')
 
 
 def _inside_tuples(place: _Place) -> _Place:

@@ -16,9 +16,9 @@ from collections.abc import Container, Iterator
 from typing import Literal, NamedTuple, get_args
 
 from scalax._planning.hardware.torus import Network
-from scalax._planning.program.call_tree import Visit, visits
+from scalax._planning.program.call_tree import ComputationInstance, computation_instances
 from scalax._planning.program.hlo import Computation, Instruction, Module
-from scalax._planning.program.replica_groups import replica_groups, written_groups
+from scalax._planning.program.replica_groups import replica_groups, replica_groups_text
 from scalax.errors import PlanError
 
 Kind = Literal[
@@ -31,7 +31,7 @@ Kind = Literal[
     'ragged-all-to-all',
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-SENDS: dict[str, Kind] = {f'{kind}{start}': kind for kind in KINDS for start in ('', '-start')}
+COLLECTIVE_OPS: dict[str, Kind] = {f'{kind}{start}': kind for kind in KINDS for start in ('', '-start')}
 """The kind of each operation that is a collective, or begins one."""
 _BETWEEN_SLICES: dict[str, Kind] = {
     'ALL_GATHER': 'all-gather',
@@ -55,7 +55,7 @@ _FORWARDS = ('bitcast', 'copy', 'get-tuple-element', 'tuple', 'while')
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class CollectiveInstance:
     """One collective at one place of a program.
 
     Attributes:
@@ -66,7 +66,7 @@ class Run:
 
     kind: Kind
     instruction: Instruction
-    visit: Visit
+    visit: ComputationInstance
 
     @property
     def computation(self) -> Computation:
@@ -99,7 +99,7 @@ class Run:
     def whole_bytes(self, group: int) -> int:
         """The bytes of the whole array of a group of so many devices."""
         opcode = self.instruction.opcode
-        if opcode in SENDS and opcode.endswith('-start'):  # whose result holds more than the result
+        if opcode in COLLECTIVE_OPS and opcode.endswith('-start'):  # whose result holds more than the result
             operands = self.computation.operands_of(self.instruction)
             return sum(array.bytes for array in operands) * (group if self.kind in _PARTIAL_OPERANDS else 1)
         if opcode == 'recv':  # which receives an array, its state and a token
@@ -107,7 +107,7 @@ class Run:
         return self.instruction.bytes * (group if opcode in _PARTIAL_RESULTS else 1)
 
 
-class RunOnMesh(NamedTuple):
+class MeshCollective(NamedTuple):
     """A collective, and the devices of the mesh that take part.
 
     Attributes:
@@ -116,7 +116,7 @@ class RunOnMesh(NamedTuple):
         staying: of a permute, how many devices of one slice send inside of it, at most.
     """
 
-    run: Run
+    run: CollectiveInstance
     axes: tuple[str, ...]
     group: int
     part: tuple[int, ...]
@@ -131,7 +131,7 @@ def channel_of(instruction: Instruction) -> str:
     return found[1] if found else ''
 
 
-def runs(module: Module, every_branch: bool = False) -> Iterator[Run]:
+def collective_instances(module: Module, every_branch: bool = False) -> Iterator[CollectiveInstance]:
     """The collectives of a program, as often as they stand at different places of the call tree.
 
     Of branches, those of the one that sends most; or of all.
@@ -141,19 +141,19 @@ def runs(module: Module, every_branch: bool = False) -> Iterator[Run]:
     """
     begun = _begun(module)
 
-    def run_of(visit: Visit, instruction: Instruction) -> Run | None:
+    def run_of(visit: ComputationInstance, instruction: Instruction) -> CollectiveInstance | None:
         """The collective that an instruction is, or begins."""
         kind = _kind(instruction)
         if kind is None:
             return None
-        run = Run(_fused_kind(kind, instruction, visit), instruction, visit)
+        run = CollectiveInstance(_fused_kind(kind, instruction, visit), instruction, visit)
         return None if _continues(run, module, begun) else run
 
-    def sent(visit: Visit, instruction: Instruction) -> int:
+    def sent(visit: ComputationInstance, instruction: Instruction) -> int:
         run = run_of(visit, instruction)
         return run.whole_bytes(1) if run else 0
 
-    for visit in visits(module, None if every_branch else sent):
+    for visit in computation_instances(module, None if every_branch else sent):
         gathers = set()
         for instruction in visit.computation.instructions.values():
             run = run_of(visit, instruction)
@@ -170,15 +170,15 @@ def runs(module: Module, every_branch: bool = False) -> Iterator[Run]:
 
 def _gathered(instruction: Instruction, devices: int) -> tuple[object, ...]:
     """What an all-gather gathers; its groups may be written in several notations."""
-    text = written_groups(instruction.attributes)
+    text = replica_groups_text(instruction.attributes)
     groups = None if text is None else replica_groups(text, devices).tobytes()
     return instruction.arrays, instruction.operands, groups, instruction.attribute('dimensions')
 
 
 def _kind(instruction: Instruction) -> Kind | None:
     opcode, attributes = instruction.opcode, instruction.attributes
-    if opcode in SENDS or opcode in _ENDS:
-        return SENDS.get(opcode)
+    if opcode in COLLECTIVE_OPS or opcode in _ENDS:
+        return COLLECTIVE_OPS.get(opcode)
     if opcode == 'recv' and _MEGASCALE in attributes:
         transfer = attributes.partition(_MEGASCALE)[2].partition('"')[0]
         if transfer in _BETWEEN_SLICES:
@@ -192,7 +192,7 @@ def _kind(instruction: Instruction) -> Kind | None:
     return None
 
 
-def _fused_kind(kind: Kind, instruction: Instruction, visit: Visit) -> Kind:
+def _fused_kind(kind: Kind, instruction: Instruction, visit: ComputationInstance) -> Kind:
     """A fusion of an all-reduce with the slice of it that a device keeps is a reduce-scatter."""
     users = visit.computation.users.get(instruction.name, [])
     fused = visit.caller is not None and visit.caller.opcode == 'fusion'
@@ -201,7 +201,7 @@ def _fused_kind(kind: Kind, instruction: Instruction, visit: Visit) -> Kind:
     return kind
 
 
-def _continues(run: Run, module: Module, begun: Container[str]) -> bool:
+def _continues(run: CollectiveInstance, module: Module, begun: Container[str]) -> bool:
     """Whether a fusion goes on with a collective that another fusion has begun, whose results it gets.
 
     A collective may go on beside a loop; then its results so far are part of what the loop carries.
@@ -209,14 +209,14 @@ def _continues(run: Run, module: Module, begun: Container[str]) -> bool:
     outside, holder = run.holder
     if holder is run.instruction or not run.channel or _begins(run.computation):
         return False
-    todo, seen = outside.makers_of(holder), set()  # what many tuples forward is reached in many ways
+    todo, seen = outside.producers_of(holder), set()  # what many tuples forward is reached in many ways
     while todo:
         maker = todo.pop()
         if maker.name in seen:
             continue
         seen.add(maker.name)
         if maker.opcode in _FORWARDS:
-            todo += outside.makers_of(maker)
+            todo += outside.producers_of(maker)
         elif maker.opcode == 'fusion':
             [inside] = module.called(maker, 'calls')
             if run.channel in map(channel_of, inside.instructions.values()):

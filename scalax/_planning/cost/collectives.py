@@ -24,23 +24,29 @@ import numpy as np
 from scalax._planning.cost.collective_causes import (
     Cause,
     cause_of,
+    collective_index,
     collective_phase,
     is_scattered,
-    number_of,
     reason_of,
 )
-from scalax._planning.cost.collective_instances import Kind, Run, RunOnMesh, runs
-from scalax._planning.cost.spmd_provenance import Partitioned
+from scalax._planning.cost.collective_instances import (
+    CollectiveInstance,
+    Kind,
+    MeshCollective,
+    collective_instances,
+)
+from scalax._planning.cost.spmd_provenance import PartitionerCollectives
 from scalax._planning.hardware.torus import DevicePosition, Network, networks_of
-from scalax._planning.program.counting import Exactness, Phase, phase_of
+from scalax._planning.program.exactness import Exactness
 from scalax._planning.program.hlo import Module
 from scalax._planning.program.module_scopes import ScopeRuns, Scopes
-from scalax._planning.program.phases import PhaseFinder
+from scalax._planning.program.phase_finder import PhaseFinder
+from scalax._planning.program.phases import Phase, phase_of
 from scalax._planning.program.provenance import (
     Source,
-    frame_number,
+    first_user_op_name,
+    frame_id,
     source_of,
-    users_name,
 )
 from scalax._planning.program.replica_groups import (
     Groups,
@@ -48,8 +54,8 @@ from scalax._planning.program.replica_groups import (
     devices_along,
     groups_between_slices,
     replica_groups,
+    replica_groups_text,
     source_target_pairs,
-    written_groups,
 )
 from scalax.errors import PlanError
 
@@ -139,25 +145,25 @@ def collectives(
     explaining = module if partitioned is None else partitioned
     parts, scopes, scopes_before = PhaseFinder(module), Scopes(module), Scopes(explaining)
     counts: dict[Collective, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-    runs = [each for each in devices.runs(module) if each.group >= 2]
-    numbers = {number for each in runs if (number := number_of(each.run)) is not None}
-    names = {each.run.op_name for each in runs}
-    before = None if partitioned is None else Partitioned(devices.runs(partitioned), names)
-    for each in runs:
+    collective_instances = [each for each in devices.runs(module) if each.group >= 2]
+    numbers = {number for each in collective_instances if (number := collective_index(each.run)) is not None}
+    names = {each.run.op_name for each in collective_instances}
+    before = None if partitioned is None else PartitionerCollectives(devices.runs(partitioned), names)
+    for each in collective_instances:
         run = each.run
         origin = run if before is None else before.origin(each, module)
         mover = run if origin is None else origin
-        name = users_name(*mover.place, mover.visit.op_name)
+        name = first_user_op_name(*mover.place, mover.visit.op_name)
         phase = phase_of(name)
         if phase == 'other':
             phase = collective_phase(run if run.op_name or origin is None else origin)
             name = run.op_name if '/' in run.op_name or not name else name
         if phase == 'other' and parts.of(run.visit, run.instruction) == 'update':
             phase = 'update'
-        source, scope = Source(), scopes.of(name, frame_number(module, *run.holder))
+        source, scope = Source(), scopes.of(name, frame_id(module, *run.holder))
         if origin is not None:
             source = source_of(explaining, *origin.place)
-            scope = scope or scopes_before.of(origin.op_name, frame_number(explaining, *origin.place))
+            scope = scope or scopes_before.of(origin.op_name, frame_id(explaining, *origin.place))
         if not (source.file or source.operand):
             # The frames of a called computation are without those of its caller. The later program has both.
             place = source_of(module, *run.holder)
@@ -181,7 +187,7 @@ def collectives(
     return tuple(sorted(rows, key=lambda row: (-row.bytes * row.count, row.kind, row.axes, row.source)))
 
 
-def seconds_of_runs(
+def collective_times(
     time: Callable[[Sequence[Collective]], Iterable[float]],
     module: Module,
     mesh: Mapping[str, int],
@@ -211,7 +217,7 @@ def seconds_of_runs(
     return {place: (row.kind, seconds.get(row, 0.0)) for place, row in found.items()}
 
 
-def _uncounted(each: RunOnMesh) -> Collective:
+def _uncounted(each: MeshCollective) -> Collective:
     """The row of a collective, before its executions are counted and its source is found."""
     return Collective(
         kind=each.run.kind,
@@ -275,23 +281,23 @@ class _Devices:
     ) -> None:
         self._mesh, self._positions, self._ids, self._switched = mesh, positions, ids, switched
         # Hundreds of collectives of a program have the same groups, of thousands of devices.
-        self._known: dict[tuple[object, ...], RunOnMesh] = {}
+        self._known: dict[tuple[object, ...], MeshCollective] = {}
 
-    def runs(self, module: Module, every_branch: bool = False) -> Iterator[RunOnMesh]:
+    def runs(self, module: Module, every_branch: bool = False) -> Iterator[MeshCollective]:
         """The collectives of a program; of branches those of the one that sends most, or of all.
 
         Raises:
             PlanError: their groups do not fit the devices.
         """
-        for run in runs(module, every_branch):
+        for run in collective_instances(module, every_branch):
             own = run.instruction
             named = map(own.attribute, ('source_target_pairs', '_xla_megascale_target'))
-            key = run.kind, own.opcode, module.partitions, written_groups(own.attributes), *named
+            key = run.kind, own.opcode, module.partitions, replica_groups_text(own.attributes), *named
             if key not in self._known:
                 self._known[key] = self._on_mesh(run, self._groups(run, module.partitions))
             yield self._known[key]._replace(run=run)
 
-    def _on_mesh(self, run: Run, groups: Groups) -> RunOnMesh:
+    def _on_mesh(self, run: CollectiveInstance, groups: Groups) -> MeshCollective:
         axes = axes_of_groups(groups, self._mesh)
         group = along = devices_along(axes, self._mesh)
         part: tuple[int, ...] = ()
@@ -301,7 +307,7 @@ class _Devices:
         elif groups.shape[1] != along:
             group, part = groups.shape[1], tuple(map(int, groups[0]))
         networks = networks_of(groups, self._positions, switched=self._switched)
-        return RunOnMesh(run, axes, group, part, networks, crossing, staying)
+        return MeshCollective(run, axes, group, part, networks, crossing, staying)
 
     def _senders(self, pairs: Groups) -> tuple[int, int]:
         """How many devices of one slice send inside of it, and to another, at most."""
@@ -312,7 +318,7 @@ class _Devices:
         outside = collections.Counter(start for start, end in slices if start != end)
         return max(inside.values(), default=0), max(outside.values(), default=0)
 
-    def _groups(self, run: Run, partitions: int) -> Groups:
+    def _groups(self, run: CollectiveInstance, partitions: int) -> Groups:
         instruction = run.instruction
         if instruction.opcode == 'recv':
             return groups_between_slices(instruction.attribute('_xla_megascale_target') or '', self._ids)
@@ -322,7 +328,7 @@ class _Devices:
             groups = groups[groups[:, 0] != groups[:, 1]]  # pairs of a device with itself send nothing
             fit = not groups.size or groups.max() < partitions
         else:
-            text = written_groups(instruction.attributes) or ''
+            text = replica_groups_text(instruction.attributes) or ''
             if not text:
                 raise PlanError(
                     f'a collective without groups: {instruction.name} {instruction.attributes[:200]}'

@@ -21,19 +21,18 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from scalax._planning.cost.flop_formulas import fft_flops, multiply_add_flops, window_overlaps
 from scalax._planning.cost.hbm_traffic import Traffic
-from scalax._planning.program.call_tree import Visit, executed, visits
-from scalax._planning.program.counting import (
-    PHASES,
-    Exactness,
-    Phase,
-    fft_flops,
-    product_flops,
-    window_overlaps,
+from scalax._planning.program.call_tree import (
+    ComputationInstance,
+    computation_instances,
+    measured_instructions,
 )
+from scalax._planning.program.exactness import Exactness
 from scalax._planning.program.hlo import Array, Instruction, Module, integers
 from scalax._planning.program.module_scopes import ScopeCost, Scopes
-from scalax._planning.program.phases import PhaseFinder
+from scalax._planning.program.phase_finder import PhaseFinder
+from scalax._planning.program.phases import PHASES, Phase
 
 # What the compilers for TPUs and GPUs call for kernels; of libraries all but what is counted below.
 _KERNELS = re.compile(
@@ -89,7 +88,7 @@ def device_cost_of(module: Module) -> DeviceCost:
     exactness = Exactness.EXACT
     rows: dict[tuple[str, Phase], list[int]] = collections.defaultdict(lambda: [0, 0])
     for place, measure in enumerate((flops_of, traffic.bytes_of)):
-        for visit, instruction, amount in executed(module, measure):
+        for visit, instruction, amount in measured_instructions(module, measure):
             named = named_in(module, instruction)
             scope = scopes.of(visit.op_name(named) or visit.scope, named.frame)
             rows[scope, phases.of(visit, instruction)][place] += amount
@@ -105,7 +104,9 @@ def device_cost_of(module: Module) -> DeviceCost:
         }
         for of in (operator.attrgetter('flops'), operator.attrgetter('bytes'))
     )
-    kernels = sum(count for _, _, count in executed(module, lambda _, instruction: _is_kernel(instruction)))
+    kernels = sum(
+        count for _, _, count in measured_instructions(module, lambda _, instruction: _is_kernel(instruction))
+    )
     flops, moved = sum(by_phase.values()), sum(bytes_by_phase.values())
     return DeviceCost(flops, moved, exactness, by_phase, kernels, by_scope, bytes_by_phase)
 
@@ -123,7 +124,7 @@ def _add_boundary(
 ) -> None:
     """Adds the bytes that reading arguments and writing results takes beyond what products move."""
     names: dict[Phase, set[tuple[str, str]]] = collections.defaultdict(set)
-    for visit in visits(module):
+    for visit in computation_instances(module):
         for each in visit.computation.instructions.values():
             names[phases.of(visit, each)].add((visit.computation.name, each.name))
     first: Phase = 'forward' if 'backward' in names else 'other'
@@ -141,7 +142,7 @@ def _is_kernel(instruction: Instruction) -> bool:
     return instruction.opcode in ('custom-call', 'fusion') and bool(_KERNELS.search(instruction.attributes))
 
 
-def flops_of(visit: Visit, instruction: Instruction) -> int:
+def flops_of(visit: ComputationInstance, instruction: Instruction) -> int:
     """The floating-point operations of one instruction, without those of computations that it calls."""
     count = _COUNTS.get(instruction.opcode)
     return count(instruction, visit.computation.operands_of(instruction)) if count else 0
@@ -230,7 +231,7 @@ def _fft(instruction: Instruction, operands: list[Array]) -> int:
 
 
 def _product(count: int, operands: list[Array]) -> int:
-    return product_flops(count, all(array.dtype.startswith('c') for array in operands[:2]))
+    return multiply_add_flops(count, all(array.dtype.startswith('c') for array in operands[:2]))
 
 
 _COUNTS: dict[str, Callable[[Instruction, list[Array]], int]] = {

@@ -25,16 +25,10 @@ from scalax._jax.equations import RUN_ONCE, ClosedJaxpr, Jaxpr, loop_of, open_ja
 from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jaxpr.dim_rules import count_multiplications, dim_rule
 from scalax._jaxpr.static_integers import IntegerValues, StaticIntegers
-from scalax._planning.program.counting import (
-    PHASES,
-    Exactness,
-    Phase,
-    fft_flops,
-    phase_of,
-    product_flops,
-    window_overlaps,
-)
-from scalax._planning.program.trip_count import State, solved_rounds
+from scalax._planning.cost.flop_formulas import fft_flops, multiply_add_flops, window_overlaps
+from scalax._planning.program.exactness import Exactness
+from scalax._planning.program.phases import PHASES, Phase, phase_of
+from scalax._planning.program.trip_count import State, simulated_trip_count
 
 Live = tuple[bool, ...]
 
@@ -236,7 +230,7 @@ class _Counter:
             live = grown
 
     def _while(self, equation: Any, outside: Jaxpr | None) -> Flops:
-        loop, (rounds, known) = loop_of(equation), rounds_of_while(equation, outside)
+        loop, (rounds, known) = loop_of(equation), while_trip_count(equation, outside)
         # The condition runs once more than the body.
         body, test = map(self.all_of, map(open_jaxpr, (loop.body, loop.cond)))
         return body.times(rounds, known) + test.times(rounds + 1, known)
@@ -249,7 +243,7 @@ class _Counter:
         return largest.times(1, Exactness.EXACT if same else Exactness.AT_MOST), needed
 
 
-def rounds_of_while(equation: Any, outside: Any = None) -> tuple[int, Exactness]:
+def while_trip_count(equation: Any, outside: Any = None) -> tuple[int, Exactness]:
     """How often the body of a ``while`` equation runs, and how well that is known.
 
     (``jax.lax.fori_loop`` over Python integers is a scan, whose length is known.)
@@ -261,7 +255,7 @@ def rounds_of_while(equation: Any, outside: Any = None) -> tuple[int, Exactness]
     Example:
         >>> import jax
         >>> loop = lambda x: jax.lax.while_loop(lambda c: c[0] < 9, lambda c: (c[0] + 2, c[1]), (1, x))
-        >>> [rounds_of_while(equation) for equation in jax.jit(loop).trace(0.0).jaxpr.eqns]
+        >>> [while_trip_count(equation) for equation in jax.jit(loop).trace(0.0).jaxpr.eqns]
         [(4, <Exactness.EXACT: 'exact'>)]
     """
     loop, around = loop_of(equation), StaticIntegers(outside)
@@ -278,7 +272,7 @@ def rounds_of_while(equation: Any, outside: Any = None) -> tuple[int, Exactness]
         in_body.reset(body.invars, [*constants, *state.values()])
         return {i: in_body.of(body.outvars[i]) for i in state}
 
-    return solved_rounds(dict(enumerate(start)), test, following)
+    return simulated_trip_count(dict(enumerate(start)), test, following)
 
 
 def _attention(equation: Any, backward: bool) -> Flops:
@@ -287,7 +281,7 @@ def _attention(equation: Any, backward: bool) -> Flops:
     On the way back each of the two products has two, and the first one is computed again.
     """
     pairs, of_keys, of_values = kernels.attention_sizes(equation)
-    scores, mixed = product_flops(pairs * of_keys, False), product_flops(pairs * of_values, False)
+    scores, mixed = multiply_add_flops(pairs * of_keys, False), multiply_add_flops(pairs * of_values, False)
     parts: dict[Phase, int] = {'other': scores + mixed}
     if backward:
         parts = {'other': 2 * (scores + mixed), 'recomputed': scores}
@@ -297,7 +291,7 @@ def _attention(equation: Any, backward: bool) -> Flops:
 def _dot(equation: Any) -> int:
     # Without a sum it is an elementwise product.
     count = count_multiplications(equation) if dim_rule(equation).reduced else 0
-    return product_flops(count, _are_complex(equation.invars[:2]))
+    return multiply_add_flops(count, _are_complex(equation.invars[:2]))
 
 
 def _convolution(equation: Any) -> int:
@@ -308,7 +302,7 @@ def _convolution(equation: Any) -> int:
     windows = (numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:])
     for i, j, k, (stride, (low, _), *dilated) in zip(*windows, equations.conv_windows(equation), strict=True):
         count *= window_overlaps(left[i], right[j], result[k], stride, low, *dilated)
-    return product_flops(count, _are_complex(equation.invars))
+    return multiply_add_flops(count, _are_complex(equation.invars))
 
 
 def _fft(equation: Any) -> int:

@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Container, Mapping
 
-from scalax._planning.program.call_tree import Visit
+from scalax._planning.program.call_tree import ComputationInstance
 from scalax._planning.program.hlo import MAIN, Array, Computation, Instruction, Module
 
 PRODUCTS = ('dot', 'convolution', 'fft')
@@ -75,7 +75,7 @@ class Traffic:
         self._known: dict[tuple[str, int | None], Mapping[str, int]] = {}
         self._smallest: dict[str, dict[str, int]] = {}
 
-    def bytes_of(self, visit: Visit, instruction: Instruction) -> int:
+    def bytes_of(self, visit: ComputationInstance, instruction: Instruction) -> int:
         """The bytes that one execution of an instruction moves, without computations that it calls."""
         computation, opcode = visit.computation, instruction.opcode
         if not self._module.scheduled:
@@ -131,7 +131,7 @@ class Traffic:
         if some is not None and (made.opcode in _LOOPS or (computation.name, name) not in some):
             return nothing
         while made.opcode in ('async-done', 'async-update'):
-            made = computation.maker(made.operands[0])
+            made = computation.producer(made.operands[0])
         if made.opcode in ('async-start', 'fusion'):
             [inside] = self._module.calls(made)
             return self._left(inside, inside.root)
@@ -256,7 +256,7 @@ def _is_mark(instruction: Instruction) -> bool:
 
 def _source(computation: Computation, operand: str) -> str:
     """The array that an operand is, or is made of elementwise, if that is one."""
-    while (made := computation.maker(operand)).opcode in _FUSED_BEFORE and len(made.operands) == 1:
+    while (made := computation.producer(operand)).opcode in _FUSED_BEFORE and len(made.operands) == 1:
         [operand] = made.operands
     return operand
 
@@ -286,7 +286,7 @@ def _part(array: Array, elements: int) -> int:
 
 def _is_given(computation: Computation, operand: str) -> bool:
     """Whether a value is a parameter of its computation, or a part of one, under another name."""
-    made = computation.maker(operand)
+    made = computation.producer(operand)
     while made.opcode in _RENAMES or _is_mark(made):
-        made = computation.maker(made.operands[0])
+        made = computation.producer(made.operands[0])
     return made.opcode == 'parameter'

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-from scalax._planning.program.call_tree import Visit, executed
-from scalax._planning.program.counting import Exactness
+from scalax._planning.program.call_tree import ComputationInstance, measured_instructions
+from scalax._planning.program.exactness import Exactness
 from scalax._planning.program.hlo import HOST, Computation, Instruction, Module
 
 
@@ -37,7 +37,7 @@ def host_transfers(module: Module) -> HostTransfers:
     """
     sent = read = 0
     exactness = Exactness.EXACT
-    for visit, instruction, moved in executed(module, host_bytes):
+    for visit, instruction, moved in measured_instructions(module, host_bytes):
         if instruction.arrays[0].space == HOST:
             sent += moved
         else:
@@ -66,7 +66,7 @@ def _is_unknown(computation: Computation, instruction: Instruction) -> bool:
     return len({array.space == HOST for array in arrays}) > 1
 
 
-def host_bytes(visit: Visit, instruction: Instruction) -> int:
+def host_bytes(visit: ComputationInstance, instruction: Instruction) -> int:
     """The bytes that one execution moves to the host, if that has its result, or from there."""
     if instruction.opcode not in _MOVED_OPERAND:
         return 0

@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 
-from scalax._planning.cost.collective_instances import Kind, Run, RunOnMesh, channel_of
+from scalax._planning.cost.collective_instances import CollectiveInstance, Kind, MeshCollective, channel_of
 from scalax._planning.program.hlo import Computation, Instruction, Module
 from scalax._spmd.placements.collectives import COLLECTIVE_SCOPE
 
@@ -23,7 +23,7 @@ _PADDING = 0.1  # of the bytes of a collective
 _FAR = 300  # instructions to look at around one without an op name
 
 
-class Partitioned:
+class PartitionerCollectives:
     """The collectives of the partitioner's program, to be found again from those of a later one.
 
     Args:
@@ -31,11 +31,11 @@ class Partitioned:
         names: the names of the operations of collectives in the later program.
     """
 
-    def __init__(self, runs: Iterable[RunOnMesh], names: Container[str] = ()) -> None:
+    def __init__(self, runs: Iterable[MeshCollective], names: Container[str] = ()) -> None:
         # By what tells of each: its channel, its operation, and the function of that.
-        self._known: dict[tuple[str, str], list[RunOnMesh]] = collections.defaultdict(list)
+        self._known: dict[tuple[str, str], list[MeshCollective]] = collections.defaultdict(list)
         # Collectives with numbers of their own that no name of the later program has.
-        self._unnamed: list[RunOnMesh] = []
+        self._unnamed: list[MeshCollective] = []
         for each in runs:
             if COLLECTIVE_SCOPE.search(each.run.op_name) and each.run.op_name not in names:
                 self._unnamed.append(each)
@@ -44,7 +44,7 @@ class Partitioned:
             if function := _function(each.run.op_name):
                 self._known['function', function].append(each)
 
-    def origin(self, wanted: RunOnMesh, later: Module) -> Run | None:
+    def origin(self, wanted: MeshCollective, later: Module) -> CollectiveInstance | None:
         """The collective that one of a later program comes from; None for one that a later pass added.
 
         Both come from the same operation of the traced program. Of several, it is the one with the same
@@ -58,7 +58,7 @@ class Partitioned:
             later: that program.
         """
         if wanted.run.op_name:
-            alike: Sequence[RunOnMesh] = self._known.get(('operation', wanted.run.op_name), [])
+            alike: Sequence[MeshCollective] = self._known.get(('operation', wanted.run.op_name), [])
         elif unnamed := self._without_name(wanted):
             alike = unnamed
         else:
@@ -68,7 +68,7 @@ class Partitioned:
         best = max(alike, key=lambda other: _likeness(wanted, other), default=None)
         return None if best is None else best.run
 
-    def _without_name(self, wanted: RunOnMesh) -> list[RunOnMesh]:
+    def _without_name(self, wanted: MeshCollective) -> list[MeshCollective]:
         """Returns the collective that has lost its name, if one alone is of the axes, kind and bytes of one.
 
         The bytes may include padding.
@@ -84,7 +84,7 @@ class Partitioned:
         return found if len({other.run.op_name for other in found}) == 1 else []
 
 
-def _keys_near(run: Run, later: Module) -> Iterator[tuple[str, str]]:
+def _keys_near(run: CollectiveInstance, later: Module) -> Iterator[tuple[str, str]]:
     """The channels and operations of the instructions around a collective, the nearest first."""
     computation, holder = run.holder
     for instruction in itertools.islice(_around(computation, holder), _FAR):
@@ -95,7 +95,7 @@ def _keys_near(run: Run, later: Module) -> Iterator[tuple[str, str]]:
     yield 'operation', ''
 
 
-def _likeness(wanted: RunOnMesh, other: RunOnMesh) -> tuple[bool, bool, bool, bool]:
+def _likeness(wanted: MeshCollective, other: MeshCollective) -> tuple[bool, bool, bool, bool]:
     """In what two agree: channel, mesh axes, kind, bytes."""
     whole, arrays = wanted.run.whole_bytes(wanted.group), wanted.run.instruction.arrays
     together = sum(array.bytes for array in arrays) or 1
@@ -109,12 +109,12 @@ def _likeness(wanted: RunOnMesh, other: RunOnMesh) -> tuple[bool, bool, bool, bo
     )
 
 
-def _equal(wanted: RunOnMesh, others: Sequence[RunOnMesh]) -> list[RunOnMesh]:
+def _equal(wanted: MeshCollective, others: Sequence[MeshCollective]) -> list[MeshCollective]:
     """Those of the same axes, kind and bytes."""
     return [other for other in others if all(_likeness(wanted, other)[1:])]
 
 
-def _among(wanted: RunOnMesh, others: Sequence[RunOnMesh]) -> list[RunOnMesh]:
+def _among(wanted: MeshCollective, others: Sequence[MeshCollective]) -> list[MeshCollective]:
     """Those that may have become this; if there are several, those of its axes, kind and bytes."""
     fitting = [other for other in others if _may_become(other, wanted)]
     if len({other.run.instruction.name for other in fitting}) <= 1:
@@ -122,7 +122,7 @@ def _among(wanted: RunOnMesh, others: Sequence[RunOnMesh]) -> list[RunOnMesh]:
     return _equal(wanted, fitting)
 
 
-def _may_become(other: RunOnMesh, wanted: RunOnMesh) -> bool:
+def _may_become(other: MeshCollective, wanted: MeshCollective) -> bool:
     kind, own = other.run.kind, wanted.run.kind
     if (kind, own) == ('all-gather', 'all-reduce'):  # a sum with zeros, along all of its axes
         return wanted.axes == other.axes
@@ -143,7 +143,7 @@ def _around(computation: Computation, start: Instruction) -> Iterator[Instructio
     while todo:
         instruction = todo.popleft()
         yield instruction
-        for other in (*computation.users.get(instruction.name, ()), *computation.makers_of(instruction)):
+        for other in (*computation.users.get(instruction.name, ()), *computation.producers_of(instruction)):
             if other.name not in seen:
                 seen.add(other.name)
                 todo.append(other)

@@ -1,8 +1,8 @@
-"""Hardware: the numbers of chips and their networks that rooflines need.
+"""Hardware: the specs of chips and networks that rooflines need.
 
-Every number was published or measured; docs/estimates.md has the source of each ("Constants"). An unknown one
-is None, and a roofline that needs it names it. For other hardware, or with better numbers, make a `Hardware`
-of your own.
+Every spec is published or measured; docs/estimates.md has the source of each ("Constants"). An unknown spec
+is None, and a roofline that needs it raises an error. For other hardware, or with better numbers, users
+create a `Hardware` of their own.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ HOP_SECONDS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """One kind of chip and its networks. A number that is not known is None.
+    """A kind of chip and its networks. Unknown specs are None.
 
     Attributes:
         name: its name.
         flops_per_second: the peak of one chip in bfloat16.
-        hbm_bytes_per_second: between the memory of one chip and its cores.
+        hbm_bytes_per_second: the bandwidth between the memory of one chip and its cores.
         hbm_bytes: the memory of one device that a program can use.
-        ici_bytes_per_second: one way, over one link between neighbouring chips.
-        torus_axes: the dimensions of the torus of chips; 0 if a switch joins all chips of a slice (of GPUs:
-            all that NVLink joins), with `ici_bytes_per_second` into and out of each.
-        ring_multiple: an axis of the torus closes to a ring if its length is a multiple of this; 0: never.
-        ring_needs_all: whether an axis closes only if all axes of the slice have such lengths.
-        devices_per_chip: the number of devices that JAX makes of a chip, if devices do not say so.
-        dcn_bytes_per_second: one way, between one host and others.
-        chips_per_host: the number of chips that share that.
-        host_bytes_per_second: one way, between the memory of a host and one of its chips.
-        hop_seconds: the least time from one chip to the next, however few the bytes.
-        device_kinds: what JAX calls such devices (``device.device_kind``).
-        chip_bytes_per_second: one way, between two devices of a chip; that of its memory if it is None.
-        chips_per_slice: the most chips that a switch joins; if it is None, those of a host.
-        switches_add: whether switches add up what they carry, for all-reduces (NVLink SHARP).
+        ici_bytes_per_second: the one-way bandwidth of one link between neighbouring chips.
+        torus_axes: the number of axes of the torus of chips; 0 if a switch connects all chips of a slice (for
+            GPUs: of an NVLink domain), with `ici_bytes_per_second` into and out of each chip.
+        ring_multiple: an axis of the torus is a ring if its length is a multiple of this; 0: never.
+        ring_needs_all: whether an axis is a ring only if all axes of the slice have such lengths.
+        devices_per_chip: the number of JAX devices on a chip, for devices that do not report it.
+        dcn_bytes_per_second: the one-way bandwidth between a host and other hosts.
+        chips_per_host: the number of chips of a host, which share `dcn_bytes_per_second`.
+        host_bytes_per_second: the one-way bandwidth between the memory of a host and one of its chips.
+        hop_seconds: the latency from one chip to the next.
+        device_kinds: JAX's names of such devices (``device.device_kind``).
+        chip_bytes_per_second: the one-way bandwidth between two devices of a chip; by default that of its
+            memory.
+        chips_per_slice: the largest number of chips that a switch connects; by default `chips_per_host`.
+        switches_add: whether switches compute the sums of all-reduces (NVLink SHARP).
 
     Raises:
-        PlanError: a number is invalid.
+        PlanError: a spec is invalid.
     """
 
     name: str
@@ -75,11 +76,11 @@ class Hardware:
                 raise PlanError(f'the hardware {self.name!r} is invalid: {field.name} is {value!r}')
 
 
-_OF_GPUS = {'ici': 'NVLink', 'dcn': 'network'}
+_GPU_NETWORKS = {'ici': 'NVLink', 'dcn': 'network'}
 
 
 def network_text(name: str, hardware: Hardware | None) -> str:
-    """A network, or what goes over it along mesh axes, as people who use such hardware call it.
+    """Returns the usual name of a network of some hardware; mesh axes after a colon are kept.
 
     Example:
         >>> network_text('ici:tp', HARDWARE['h100']), network_text('ici:tp', HARDWARE['v5p'])
@@ -87,30 +88,30 @@ def network_text(name: str, hardware: Hardware | None) -> str:
     """
     network, colon, axes = name.partition(':')
     is_gpu = hardware is not None and hardware.torus_axes == 0
-    return f'{_OF_GPUS.get(network, network)}{colon}{axes}' if is_gpu else name
+    return f'{_GPU_NETWORKS.get(network, network)}{colon}{axes}' if is_gpu else name
 
 
-def numbers_of(hardware: Hardware, *names: str, for_: str) -> list[Any]:
-    """Numbers of some hardware.
+def required_specs(hardware: Hardware, *names: str, for_: str) -> list[Any]:
+    """Returns specs of some hardware, all of which have to be known.
 
     Args:
         hardware: the hardware.
-        *names: fields.
-        for_: what needs them, for the message.
+        *names: the fields.
+        for_: the purpose, for the message.
 
     Raises:
-        PlanError: some are unknown; names all of them.
+        PlanError: some specs are unknown. The message names all of them.
 
     Example:
-        >>> numbers_of(Hardware('mine', flops_per_second=1e14), 'flops_per_second', for_='a roofline')
+        >>> required_specs(Hardware('mine', flops_per_second=1e14), 'flops_per_second', for_='a roofline')
         [100000000000000.0]
     """
     missing = [name for name in names if getattr(hardware, name) is None]
     if missing:
-        given = ', '.join(f'{name}=...' for name in missing)
+        keywords = ', '.join(f'{name}=...' for name in missing)
         raise PlanError(
-            f'{for_} needs numbers that the hardware {hardware.name!r} does not have: {", ".join(missing)}. '
-            f'Add them: dataclasses.replace(hardware, {given})'
+            f'{for_} needs specs that the hardware {hardware.name!r} lacks: {", ".join(missing)}. '
+            f'Add them: dataclasses.replace(hardware, {keywords})'
         )
     return [getattr(hardware, name) for name in names]
 
@@ -135,8 +136,8 @@ _7X: dict[str, Any] = {**_CUBE, 'devices_per_chip': 2, 'chip_bytes_per_second': 
 def _gpu(
     name: str, flops: float, hbm: float, size: float, nvlink: float, card: float | None, host: float | None
 ) -> Hardware:
-    """A GPU; *card* is the bandwidth of the network card that each has."""
-    joined = GPU_KINDS[name]
+    """Returns the specs of a GPU; *card* is the bandwidth of its network card."""
+    kind = GPU_KINDS[name]
     return Hardware(
         name,
         flops,
@@ -145,13 +146,13 @@ def _gpu(
         nvlink,
         torus_axes=0,
         devices_per_chip=1,
-        dcn_bytes_per_second=None if card is None else joined.gpus_per_host * card,
-        chips_per_host=joined.gpus_per_host,
-        chips_per_slice=None if joined.gpus_per_host == joined.gpus_per_domain else joined.gpus_per_domain,
+        dcn_bytes_per_second=None if card is None else kind.gpus_per_host * card,
+        chips_per_host=kind.gpus_per_host,
+        chips_per_slice=None if kind.gpus_per_host == kind.gpus_per_domain else kind.gpus_per_domain,
         host_bytes_per_second=host,
         device_kinds=(TARGETS[name].device_kind,),
-        # Those of NVLink 4 and later do; up to four GPUs are joined without any.
-        switches_add=TARGETS[name].capability >= (9, 0) and joined.gpus_per_domain > 4,
+        # The switches of NVLink 4 and later do; up to four GPUs are connected without switches.
+        switches_add=TARGETS[name].capability >= (9, 0) and kind.gpus_per_domain > 4,
     )
 
 
@@ -172,15 +173,15 @@ _CHIPS = (
     _gpu('gb300', 2.5e15, 8e12, 277.7e9, 9e11, 1e11, None),
 )
 HARDWARE: Mapping[str, Hardware] = {chip.name: chip for chip in _CHIPS}
-"""The chips whose numbers are known, by name."""
+"""The hardware with known specs, by name."""
 
 
-def find_hardware(wanted: Hardware | str | None, device_kind: str) -> Hardware:
-    """The hardware for the argument of `Plan.roofline`.
+def find_hardware(hardware: Hardware | str | None, device_kind: str) -> Hardware:
+    """Returns the hardware for the argument of `Plan.roofline`.
 
     Args:
-        wanted: a `Hardware`, the name of one, or None for that of the devices.
-        device_kind: what JAX calls the devices of the plan.
+        hardware: a `Hardware`, the name of one, or None for that of the devices.
+        device_kind: JAX's name of the devices of the plan.
 
     Raises:
         PlanError: there is no such entry.
@@ -191,23 +192,22 @@ def find_hardware(wanted: Hardware | str | None, device_kind: str) -> Hardware:
         >>> find_hardware(None, 'TPU v6 lite').name
         'v6e'
     """
-    if isinstance(wanted, Hardware):
-        return wanted
-    if wanted is not None:
-        if not isinstance(wanted, str):
-            raise PlanError(f'hardware is a scalax.plan.Hardware or the name of one, got {wanted!r}')
-        if wanted not in HARDWARE:
-            raise PlanError(f'there is no hardware {wanted!r} ({did_you_mean(wanted, HARDWARE)})')
-        return HARDWARE[wanted]
-    known = hardware_of(device_kind)
-    if known is not None:
-        return known
+    if isinstance(hardware, Hardware):
+        return hardware
+    if hardware is not None:
+        if not isinstance(hardware, str):
+            raise PlanError(f'hardware is a scalax.plan.Hardware or the name of one, got {hardware!r}')
+        if hardware not in HARDWARE:
+            raise PlanError(f'there is no hardware {hardware!r} ({did_you_mean(hardware, HARDWARE)})')
+        return HARDWARE[hardware]
+    if (entry := hardware_of(device_kind)) is not None:
+        return entry
     raise PlanError(
-        f'the numbers of {device_kind!r} devices are not known: give hardware=..., '
+        f'the specs of {device_kind!r} devices are unknown: pass hardware=..., '
         f'a scalax.plan.Hardware of your own or one of {", ".join(map(repr, HARDWARE))}'
     )
 
 
 def hardware_of(device_kind: str) -> Hardware | None:
-    """The hardware with this kind of device; None if its numbers are not known."""
+    """Returns the hardware with this kind of device; None if its specs are unknown."""
     return next((entry for entry in HARDWARE.values() if device_kind in entry.device_kinds), None)

@@ -1,9 +1,9 @@
-"""Positions of devices in the torus of chips, and the links that join the devices of a group.
+"""Positions of devices in the torus of chips, and the links between the devices of a group.
 
-In most meshes the chips of a group are evenly spaced along each axis of the torus, in a box of each slice. If
-one axis of the torus serves several mesh axes, the groups are segments of it, or are interleaved on it. Chips
-of another form, such as every other chip of a path that winds through the torus, are assumed to use the links
-of the smallest box around them, and to share these with the other groups in the box.
+In most meshes the chips of a group are evenly spaced along each axis of the torus, so that they form a box in
+each slice. If one axis of the torus serves several mesh axes, the groups are segments of it, or interleaved
+on it. Chips that form no box, such as every other chip of a path that winds through the torus, are assumed to
+use the links of the smallest box around them, and to share them with the other groups in that box.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from scalax._jax.devices import coords_of, core_of, slice_of
-from scalax._planning.hardware.specs import Hardware, numbers_of
+from scalax._planning.hardware.specs import Hardware, required_specs
 from scalax._planning.program.replica_groups import Groups
 from scalax.errors import PlanError, did_you_mean
 
@@ -31,10 +31,10 @@ class DevicePosition(NamedTuple):
     """The position of one device.
 
     Attributes:
-        slice: the slice, in which devices are joined without the data-center network; the host if JAX
-            reports no slice.
-        coords: the coordinates of its chip in the torus; empty if there is no torus.
-        core: its number among the devices of its chip.
+        slice: the index of its slice, whose devices do not need the data-center network to communicate; the
+            index of its host if JAX reports no slice.
+        coords: the coordinates of its chip in the torus; empty without a torus.
+        core: its index among the devices of its chip.
     """
 
     slice: int
@@ -43,13 +43,14 @@ class DevicePosition(NamedTuple):
 
 
 def positions_of(devices: Iterable[Any]) -> tuple[DevicePosition, ...]:
-    """The positions that devices report, in their order."""
+    """Returns the positions that devices report."""
     return tuple(map(_position, devices))
 
 
 def _position(device: Any) -> DevicePosition:
     coords, index = coords_of(device), slice_of(device)
-    # TPUs of a single slice may have no index; GPUs and CPUs have none, and count as one slice a host.
+    # Devices of a single TPU slice may report no slice index. GPUs and CPUs never do; a host counts as a
+    # slice.
     if index is None:
         index = 0 if coords else device.process_index
     return DevicePosition(index, coords, core_of(device))
@@ -58,15 +59,15 @@ def _position(device: Any) -> DevicePosition:
 def networks_of(
     groups: Groups, positions: Sequence[DevicePosition], *, switched: bool = False
 ) -> tuple[Network, ...]:
-    """The networks that groups need: 'ici' between chips, 'dcn' between slices, 'chip' inside a chip.
+    """Returns the networks that groups use: 'ici' between chips, 'dcn' between slices, 'chip' in a chip.
 
     Args:
-        groups: one row a group, of indices into *positions*.
+        groups: one row per group, of indices into *positions*.
         positions: the positions of the devices of the mesh, in the order of the mesh.
-        switched: whether slices without a torus are nodes, whose devices are joined all the same.
+        switched: whether slices without a torus are nodes, whose devices are connected by a switch.
 
     Returns:
-        Every network that some group needs; none if nothing is known to join the devices.
+        The networks that at least one group uses; none if the connections of the devices are unknown.
 
     Example:
         >>> positions = [DevicePosition(slice, (x,)) for slice in range(2) for x in range(2)]
@@ -91,79 +92,83 @@ def networks_of(
 def positions_on_torus(
     torus: Mapping[str, int | Sequence[int]], mesh: Mapping[str, int], hardware: Hardware
 ) -> tuple[DevicePosition, ...]:
-    """The positions of devices if each mesh axis has its own axes of the torus, and each device is a chip.
+    """Returns positions where each mesh axis runs along its own axes of the torus, one device per chip.
 
     Args:
-        torus: mesh axis -> the lengths of the axes of the torus that it runs along. Mesh axes that are not
-            named run across slices.
+        torus: mesh axis -> the lengths of the torus axes that it runs along. Other mesh axes run across
+            slices.
         mesh: mesh axis -> size.
-        hardware: the hardware that has the torus.
+        hardware: the hardware with the torus.
 
     Raises:
-        PlanError: it does not fit the mesh or the torus.
+        PlanError: *torus* does not fit the mesh or the hardware.
 
     Example:
         >>> from scalax._planning.hardware.specs import HARDWARE
         >>> positions_on_torus({'tp': 2}, {'data': 2, 'tp': 2}, HARDWARE['v5e'])[1:3]
         (DevicePosition(slice=0, coords=(1, 0), core=0), DevicePosition(slice=1, coords=(0, 0), core=0))
     """
-    [dimensions] = numbers_of(hardware, 'torus_axes', for_='torus=')
+    [rank] = required_specs(hardware, 'torus_axes', for_='torus=')
     lengths = {name: (value,) if isinstance(value, int) else tuple(value) for name, value in torus.items()}
-    for name, wanted in lengths.items():
+    for name, axis_lengths in lengths.items():
         if name not in mesh:
             raise PlanError(
-                f'torus= names {name!r}, which is no axis of the mesh ({did_you_mean(name, mesh)})'
+                f'torus= names {name!r}, which is not an axis of the mesh ({did_you_mean(name, mesh)})'
             )
-        if math.prod(wanted) != mesh[name]:
+        if math.prod(axis_lengths) != mesh[name]:
             raise PlanError(
-                f'torus={{{name!r}: {wanted}}} has {math.prod(wanted)} chips, '
+                f'torus={{{name!r}: {axis_lengths}}} has {math.prod(axis_lengths)} chips, '
                 f'but the mesh axis {name!r} has {mesh[name]}'
             )
     used = sum(map(len, lengths.values()))
-    if used > dimensions:
-        raise PlanError(f'torus= uses {used} axes, but the torus of {hardware.name!r} has {dimensions}')
-    slices = {name: size for name, size in mesh.items() if name not in lengths}
+    if used > rank:
+        raise PlanError(f'torus= uses {used} axes, but the torus of {hardware.name!r} has {rank}')
+    slice_axes = {name: size for name, size in mesh.items() if name not in lengths}
     positions = []
-    for index in np.ndindex(tuple(mesh.values())):
-        at = dict(zip(mesh, index, strict=True))
-        coords = [int(i) for name, wanted in lengths.items() for i in np.unravel_index(at[name], wanted)]
-        across = 0
-        for name, size in slices.items():
-            across = across * size + at[name]
-        positions.append(DevicePosition(across, (*coords, *(0,) * (dimensions - used))))
+    for mesh_index in np.ndindex(tuple(mesh.values())):
+        index_of = dict(zip(mesh, mesh_index, strict=True))
+        coords = [
+            int(i)
+            for name, axis_lengths in lengths.items()
+            for i in np.unravel_index(index_of[name], axis_lengths)
+        ]
+        slice_index = 0
+        for name, size in slice_axes.items():
+            slice_index = slice_index * size + index_of[name]
+        positions.append(DevicePosition(slice_index, (*coords, *(0,) * (rank - used))))
     return tuple(positions)
 
 
 def positions_in_nodes(positions: Sequence[DevicePosition], hardware: Hardware) -> tuple[DevicePosition, ...]:
-    """The positions of simulated devices if they stand for hardware in nodes: these are filled in order.
+    """Returns the positions of simulated devices that stand for hardware in nodes, which they fill in order.
 
-    Others stay as they are: those of hardware with a torus, or in a torus, or in several processes.
+    Positions on hardware with a torus, in a torus, or in several processes are returned unchanged.
 
     Example:
         >>> from scalax._planning.hardware.specs import HARDWARE
         >>> [position.slice for position in positions_in_nodes([DevicePosition(0)] * 10, HARDWARE['h100'])]
         [0, 0, 0, 0, 0, 0, 0, 0, 1, 1]
     """
-    each = hardware.chips_per_slice or hardware.chips_per_host
+    node_size = hardware.chips_per_slice or hardware.chips_per_host
     if (
         hardware.torus_axes != 0
-        or each is None
+        or node_size is None
         or any(position != DevicePosition(0) for position in positions)
     ):
         return tuple(positions)
-    return tuple(DevicePosition(i // each) for i in range(len(positions)))
+    return tuple(DevicePosition(i // node_size) for i in range(len(positions)))
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class TorusSegment:
-    """Chips along one axis of the torus.
+    """The chips of a group along one axis of the torus.
 
     Attributes:
-        axis: the axis.
-        length: the number of chips of the group along it.
-        ring: whether the last chip is joined to the first.
-        stride: the links between one chip and the next; also the number of interleaved groups, which share
-            every link.
+        axis: the index of the axis.
+        length: the number of chips of the group along the axis.
+        ring: whether a link connects the last chip to the first.
+        stride: the number of links from one chip to the next. It is also the number of interleaved groups,
+            which share every link.
     """
 
     axis: int
@@ -173,36 +178,36 @@ class TorusSegment:
 
     @property
     def ways(self) -> float:
-        """The links into the chip with the fewest: two in a ring, one at the end of a line."""
+        """The links into the chip with the fewest of them: two in a ring, one at the end of a line."""
         return (2 if self.ring else 1) / self.stride
 
     @property
     def hops(self) -> float:
-        """The links to the farthest chip; in a ring the average of both directions, as the book counts."""
+        """The links to the farthest chip; in a ring, half of its length, as in the scaling book."""
         return self.stride * (self.length / 2 if self.ring else self.length - 1)
 
 
 def segment_text(segment: TorusSegment) -> str:
-    """Where chips are along an axis of the torus.
+    """Describes a segment of the torus.
 
     Example:
         >>> segment_text(TorusSegment(0, 4, True)), segment_text(TorusSegment(2, 4, False, 2))
         ('ring of 4 along x', 'line of 4 along z, 2 links apart')
     """
-    apart = f', {segment.stride} links apart' if segment.stride > 1 else ''
+    spacing = f', {segment.stride} links apart' if segment.stride > 1 else ''
     direction = _DIRECTIONS[segment.axis] if segment.axis < len(_DIRECTIONS) else f'axis {segment.axis}'
-    return f'{"ring" if segment.ring else "line"} of {segment.length} along {direction}{apart}'
+    return f'{"ring" if segment.ring else "line"} of {segment.length} along {direction}{spacing}'
 
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The links that join the devices of one group.
+    """The links between the devices of one group.
 
     Attributes:
         slices: the number of slices.
         devices: the number of its devices in each slice.
-        chips: the number of chips that these are on.
-        segments: the axes of the torus along which these chips are.
+        chips: the number of their chips.
+        segments: the chips along each axis of the torus.
         groups_sharing_links: the number of groups that use the same links, because they
             share chips or a box of the torus.
     """
@@ -226,7 +231,7 @@ class Torus:
     Attributes:
         extents: the length of each axis of the torus.
         devices_per_chip: the number of devices that share a chip.
-        rings: which axes of the torus are closed.
+        rings: which axes of the torus are rings.
     """
 
     extents: tuple[int, ...]
@@ -235,21 +240,21 @@ class Torus:
 
 
 def torus_of(positions: Sequence[DevicePosition], hardware: Hardware) -> Torus:
-    """The torus of the slices that devices fill.
+    """Returns the torus of the slices that devices fill.
 
     Raises:
-        PlanError: it has more axes than the torus of the hardware, or a number of the hardware is unknown.
+        PlanError: the torus has more axes than that of the hardware, or a required spec is unknown.
     """
     coords = [position.coords for position in positions]
     extents = tuple(max(axis) - min(axis) + 1 for axis in zip(*coords, strict=True))
-    long = sum(extent > 1 for extent in extents)
-    if hardware.torus_axes is not None and long > hardware.torus_axes:
+    rank = sum(extent > 1 for extent in extents)
+    if hardware.torus_axes is not None and rank > hardware.torus_axes:
         raise PlanError(
-            f'the devices are along {long} axes of a torus ({"x".join(map(str, extents))}), '
+            f'the devices are along {rank} axes of a torus ({"x".join(map(str, extents))}), '
             f'but that of {hardware.name!r} has {hardware.torus_axes}'
         )
     for_ = 'a roofline of communication along a torus'
-    [multiple] = numbers_of(hardware, 'ring_multiple', for_=for_) if long else [0]
+    [multiple] = required_specs(hardware, 'ring_multiple', for_=for_) if rank else [0]
     closed = tuple(multiple > 0 and extent % multiple == 0 for extent in extents)
     if hardware.ring_needs_all:
         closed = (all(closed),) * len(extents)
@@ -258,14 +263,14 @@ def torus_of(positions: Sequence[DevicePosition], hardware: Hardware) -> Torus:
 
 
 def devices_per_chip(positions: Sequence[DevicePosition], hardware: Hardware) -> int:
-    """The number that the devices report, else that of the hardware, else one."""
+    """Returns the number of devices per chip that positions show; by default that of the hardware, or one."""
     if any(position.coords for position in positions):
         return max(collections.Counter((position.slice, position.coords) for position in positions).values())
     return hardware.devices_per_chip or 1
 
 
 def route_of(group: Sequence[DevicePosition], torus: Torus, along: str) -> Route:
-    """The links that join the devices of one group.
+    """Returns the links between the devices of one group.
 
     Args:
         group: the positions of the devices.
@@ -286,13 +291,13 @@ def route_of(group: Sequence[DevicePosition], torus: Torus, along: str) -> Route
     routes = {_route_in_slice(members, torus, along) for members in slices.values()}
     if len(routes) > 1:
         raise PlanError(
-            f'the devices along {along} are placed differently in one slice or node than in another'
+            f'the devices along {along} have different positions in one slice or node than in another'
         )
     return dataclasses.replace(routes.pop(), slices=len(slices))
 
 
 def _route_in_slice(members: Sequence[DevicePosition], torus: Torus, along: str) -> Route:
-    """The links that join the members of a group in one slice."""
+    """Returns the links between the members of a group in one slice."""
     if not torus.extents:
         return Route(1, len(members), len(members), ())
     chips = {position.coords for position in members}
@@ -300,34 +305,21 @@ def _route_in_slice(members: Sequence[DevicePosition], torus: Torus, along: str)
     if rest:
         raise PlanError(
             f'some chips have one device along {along}, others {cores + 1}: '
-            'the time of their collectives is not known'
+            'the time of their collectives is unknown'
         )
     groups_sharing_links = torus.devices_per_chip // cores
-    coordinates_by_axis: list[Sequence[int]] = [
-        sorted(set(coordinates)) for coordinates in zip(*chips, strict=True)
-    ]
-    strides = [
-        {after - before for before, after in itertools.pairwise(coordinates)}
-        for coordinates in coordinates_by_axis
-    ]
-    even = all(len(steps) <= 1 for steps in strides)
-    if not even or math.prod(map(len, coordinates_by_axis)) != len(chips):
-        # Other groups in this box use its links, too.
-        coordinates_by_axis = [
-            range(coordinates[0], coordinates[-1] + 1) for coordinates in coordinates_by_axis
-        ]
-        strides = [{1}] * len(coordinates_by_axis)
-        groups_sharing_links *= -(-math.prod(map(len, coordinates_by_axis)) // len(chips))
-    segments = (
-        TorusSegment(
-            axis,
-            len(coordinates),
-            torus.rings[axis] and len(coordinates) * stride == torus.extents[axis],
-            stride,
-        )
-        for axis, (coordinates, (stride, *_)) in enumerate(
-            zip(coordinates_by_axis, (steps or {1} for steps in strides), strict=True)
-        )
-        if len(coordinates) > 1
-    )
+    axes: list[Sequence[int]] = [sorted(set(coordinates)) for coordinates in zip(*chips, strict=True)]
+    gaps = [{after - before for before, after in itertools.pairwise(axis)} for axis in axes]
+    is_box = math.prod(map(len, axes)) == len(chips) and all(len(sizes) <= 1 for sizes in gaps)
+    if not is_box:
+        # Other groups in the smallest box around the chips also use its links.
+        axes = [range(axis[0], axis[-1] + 1) for axis in axes]
+        gaps = [{1}] * len(axes)
+        groups_sharing_links *= -(-math.prod(map(len, axes)) // len(chips))
+    segments = []
+    for i, (axis, sizes) in enumerate(zip(axes, gaps, strict=True)):
+        if len(axis) > 1:
+            [stride] = sizes
+            is_ring = torus.rings[i] and len(axis) * stride == torus.extents[i]
+            segments.append(TorusSegment(i, len(axis), is_ring, stride))
     return Route(1, len(members), len(chips), tuple(segments), groups_sharing_links)

@@ -1,6 +1,7 @@
-"""Executions of each computation of an HLO program: trip counts of loops, multiplied along the calls.
+"""The call tree of an HLO program: every instance of a computation, and how often it runs.
 
-A trip count follows from integers of the program, as far as these follow from constants.
+Execution counts are the trip counts of loops, multiplied along the calls. A trip count is known if the
+integers that decide it follow from constants of the program.
 """
 
 from __future__ import annotations
@@ -14,105 +15,119 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from scalax._jaxpr.static_integers import INTEGER_OPS, IntegerValues, evaluate
-from scalax._planning.program.counting import Exactness, Phase, phase_of
+from scalax._planning.program.exactness import Exactness
 from scalax._planning.program.hlo import Computation, Instruction, Module
-from scalax._planning.program.trip_count import State, solved_rounds
+from scalax._planning.program.phases import Phase, phase_of
+from scalax._planning.program.trip_count import State, simulated_trip_count
 
 _TYPES = {f'{sign}{bits}': f'{sign}int{bits}'.lstrip('s') for sign in 'su' for bits in (8, 16, 32, 64)}
 _TYPES['pred'] = 'bool'
-_FORWARDING = ('bitcast', 'broadcast', 'convert', 'copy', 'copy-done', 'copy-start', 'reshape')
+_FORWARDING_OPS = ('bitcast', 'broadcast', 'convert', 'copy', 'copy-done', 'copy-start', 'reshape')
 _WORD = re.compile(r'-?\d+|true|false')
-_DEEP = 30  # operations that a value may be computed in, one after the other
+_MAX_DEPTH = 30  # operations in sequence that an integer may be computed by
 _TRIP_COUNT = re.compile(r'known_trip_count.*?"n":"(\d+)"')
 
 
 @dataclasses.dataclass(frozen=True)
-class Visit:
-    """One computation at one place of the call tree.
+class ComputationInstance:
+    """A computation at one node of the call tree.
 
     Attributes:
         computation: the computation.
-        count: how often it runs there.
-        exactness: how well that is known.
+        count: how often this instance runs in one call of the program.
+        exactness: the exactness of the count.
         caller: the instruction that calls it; None for the entry.
-        parent: the visit of the computation of that instruction.
-        scope: the `op_name` of the calls that it is inside of, to which its own op names are relative.
+        parent: the instance that contains the caller.
+        scope: the `op_name` of the enclosing calls. Op names inside are relative to it.
     """
 
     computation: Computation
     count: int
     exactness: Exactness
     caller: Instruction | None = None
-    parent: Visit | None = None
+    parent: ComputationInstance | None = None
     scope: str = ''
 
     def op_name(self, instruction: Instruction) -> str:
-        """The whole op name of an instruction, with those of the calls around it; empty if it has none.
+        """Returns the full op name of an instruction, with those of the enclosing calls; or ''.
 
-        What the compiler itself puts into a call keeps its whole name.
+        Instructions that the compiler itself put into a call have a full name already.
         """
-        own = instruction.op_name
-        whole = not own or not self.scope or f'{own}/'.startswith(f'{self.scope}/')
-        return own if whole else f'{self.scope}/{own}'
+        op_name = instruction.op_name
+        is_full = not op_name or not self.scope or f'{op_name}/'.startswith(f'{self.scope}/')
+        return op_name if is_full else f'{self.scope}/{op_name}'
 
     def phase_of(self, instruction: Instruction) -> Phase:
-        """The part of a step that an instruction belongs to."""
+        """Returns the phase of an instruction, from its op name."""
         return phase_of(self.op_name(instruction) or self.scope)
 
 
-Measure = Callable[[Visit, Instruction], int]
-"""How much of something one execution of an instruction takes, such as its flops."""
+Measure = Callable[[ComputationInstance, Instruction], int]
+"""A cost of one execution of an instruction, such as its FLOPs."""
 
 
-def visits(module: Module, measure: Measure | None = None) -> Iterator[Visit]:
-    """Every computation that runs, with its number of executions; one that is called twice comes twice.
-
-    Args:
-        module: the program.
-        measure: of several branches, only the one with the largest sum of this comes. It runs at most as
-            often as the visit says, or exactly so if the sums of all branches are equal. Each quantity has
-            a measure of its own, so one branch may count for flops, and another for collectives. By default
-            all branches come, each of which runs at most so often.
-    """
-    return _visits(module, measure, Visit(module.computations[module.entry], 1, Exactness.EXACT))
-
-
-def executed(module: Module, measure: Measure) -> Iterator[tuple[Visit, Instruction, int]]:
-    """What takes anything of a measure: each instruction with the sum of all its executions in a visit.
+def computation_instances(module: Module, measure: Measure | None = None) -> Iterator[ComputationInstance]:
+    """Yields every computation that runs, once for each call site.
 
     Args:
         module: the program.
-        measure: as for `visits`.
+        measure: selects the branch of a conditional with the largest sum of this measure. Its count is an
+            upper bound, or exact if all branches have the same sum. FLOPs and collectives have measures of
+            their own, so that different branches may count for them. By default all branches are yielded,
+            with upper bounds.
     """
-    for visit in visits(module, measure):
-        for instruction in visit.computation.instructions.values():
-            if amount := measure(visit, instruction):
-                yield visit, instruction, visit.count * amount
+    entry = ComputationInstance(module.computations[module.entry], 1, Exactness.EXACT)
+    return _instances(module, measure, entry)
 
 
-def _visits(module: Module, measure: Measure | None, visit: Visit) -> Iterator[Visit]:
-    yield visit
-    for instruction in visit.computation.calling:
-        # A fusion has the name of one of its instructions, which may be of another part than the others.
-        scope = visit.op_name(instruction) if instruction.opcode == 'call' else ''
-        called = []
-        for computation, count, exactness in _calls(module, visit.computation, instruction):
-            known = visit.exactness.combine(exactness)
-            inside = Visit(computation, visit.count * count, known, instruction, visit, scope or visit.scope)
-            called.append([*_visits(module, measure, inside)] if count else [])
+def measured_instructions(
+    module: Module, measure: Measure
+) -> Iterator[tuple[ComputationInstance, Instruction, int]]:
+    """Yields each instruction with a nonzero measure, with the sum over all executions of its instance.
+
+    Args:
+        module: the program.
+        measure: as for `computation_instances`.
+    """
+    for instance in computation_instances(module, measure):
+        for instruction in instance.computation.instructions.values():
+            if amount := measure(instance, instruction):
+                yield instance, instruction, instance.count * amount
+
+
+def _instances(
+    module: Module, measure: Measure | None, outer: ComputationInstance
+) -> Iterator[ComputationInstance]:
+    yield outer
+    for instruction in outer.computation.calling:
+        # The op name of a fusion is that of one of its instructions, and others may be of another phase.
+        scope = outer.op_name(instruction) if instruction.opcode == 'call' else ''
+        branches = []
+        for computation, count, exactness in _calls(module, outer.computation, instruction):
+            inner = ComputationInstance(
+                computation,
+                outer.count * count,
+                outer.exactness.combine(exactness),
+                instruction,
+                outer,
+                scope or outer.scope,
+            )
+            branches.append([*_instances(module, measure, inner)] if count else [])
         if instruction.opcode == 'conditional':
-            called = _counting(called, measure)
-        yield from itertools.chain.from_iterable(called)
+            branches = _counted_branches(branches, measure)
+        yield from itertools.chain.from_iterable(branches)
 
 
-def _counting(branches: list[list[Visit]], measure: Measure | None) -> list[list[Visit]]:
-    """The branches that count: the largest, or all without a measure."""
+def _counted_branches(
+    branches: list[list[ComputationInstance]], measure: Measure | None
+) -> list[list[ComputationInstance]]:
+    """Returns the branch with the largest measure, or all branches if there is no measure."""
     if measure is not None:
         sums = [
             sum(
-                visit.count * measure(visit, instruction)
-                for visit in branch
-                for instruction in visit.computation.instructions.values()
+                instance.count * measure(instance, instruction)
+                for instance in branch
+                for instruction in instance.computation.instructions.values()
             )
             for branch in branches
         ]
@@ -120,78 +135,87 @@ def _counting(branches: list[list[Visit]], measure: Measure | None) -> list[list
         if len(set(sums)) == 1:
             return branches
     return [
-        [dataclasses.replace(visit, exactness=visit.exactness.combine(Exactness.AT_MOST)) for visit in branch]
+        [
+            dataclasses.replace(instance, exactness=instance.exactness.combine(Exactness.AT_MOST))
+            for instance in branch
+        ]
         for branch in branches
     ]
 
 
 def _calls(
-    module: Module, outside: Computation, instruction: Instruction
+    module: Module, outer: Computation, instruction: Instruction
 ) -> Iterator[tuple[Computation, int, Exactness]]:
-    """What an instruction calls: (computation, how often, how well that is known)."""
+    """Yields the computations that an instruction calls, with the number of calls and its exactness."""
     if instruction.opcode == 'while':
-        rounds, known = _trip_count(module, outside, instruction)
-        yield from ((body, rounds, known) for body in module.called(instruction, 'body'))
+        trip_count, exactness = _trip_count(module, outer, instruction)
+        yield from ((body, trip_count, exactness) for body in module.called(instruction, 'body'))
         # The condition runs once more than the body.
-        yield from ((test, rounds + 1, known) for test in module.called(instruction, 'condition'))
+        yield from ((test, trip_count + 1, exactness) for test in module.called(instruction, 'condition'))
     else:
-        known = Exactness.APPROXIMATE if instruction.opcode == 'custom-call' else Exactness.EXACT
-        yield from ((computation, 1, known) for computation in module.calls(instruction))
+        is_custom_call = instruction.opcode == 'custom-call'
+        exactness = Exactness.APPROXIMATE if is_custom_call else Exactness.EXACT
+        yield from ((computation, 1, exactness) for computation in module.calls(instruction))
 
 
-def _trip_count(module: Module, outside: Computation, loop: Instruction) -> tuple[int, Exactness]:
-    """How often the body of a loop runs, and how well that is known.
+def _trip_count(module: Module, outer: Computation, loop: Instruction) -> tuple[int, Exactness]:
+    """Returns the trip count of a loop, and its exactness.
 
-    XLA writes it down (``known_trip_count``) late, and not on every platform.
+    XLA writes trip counts into programs (``known_trip_count``), but late, and not on every platform.
     """
-    if written := _TRIP_COUNT.search(loop.attributes):
-        return int(written[1]), Exactness.EXACT
+    if match := _TRIP_COUNT.search(loop.attributes):
+        return int(match[1]), Exactness.EXACT
     [condition], [body] = module.called(loop, 'condition'), module.called(loop, 'body')
-    scalars = [place for place, array in enumerate(loop.arrays) if not array.dims]
+    scalars = [index for index, array in enumerate(loop.arrays) if not array.dims]
 
-    def integers(computation: Computation, state: State) -> Integers:
+    def integers_in(computation: Computation, state: State) -> Integers:
         return Integers(
             module,
             computation,
             lambda instruction, index: state.get(index) if instruction.opcode == 'parameter' else None,
         )
 
-    def elements(reader: Integers, operand: str) -> State:
-        return {place: reader.values(f'{operand}#{place}') for place in scalars}
+    def state_of(integers: Integers, operand: str) -> State:
+        return {index: integers.values(f'{operand}#{index}') for index in scalars}
 
-    start = elements(Integers(module, outside), loop.operands[0])
-    rounds = _rounds_of_a_range(module, condition, body, start)
-    if rounds is not None:
-        return rounds, Exactness.EXACT
-    return solved_rounds(
+    start = state_of(Integers(module, outer), loop.operands[0])
+    trip_count = _trip_count_of_range(module, condition, body, start)
+    if trip_count is not None:
+        return trip_count, Exactness.EXACT
+    return simulated_trip_count(
         start,
-        lambda state: integers(condition, state).values(condition.root),
-        lambda state: elements(integers(body, state), body.root),
+        lambda state: integers_in(condition, state).values(condition.root),
+        lambda state: state_of(integers_in(body, state), body.root),
     )
 
 
-def _rounds_of_a_range(module: Module, condition: Computation, body: Computation, start: State) -> int | None:
-    """The rounds of ``while i < n: i += k``, as JAX writes scans, which may be too many to run them."""
-    test, returned = condition.instructions[condition.root], body.instructions[body.root]
-    if test.attribute('direction') != 'LT' or returned.opcode != 'tuple':
+def _trip_count_of_range(
+    module: Module, condition: Computation, body: Computation, start: State
+) -> int | None:
+    """Returns the trip count of ``while i < n: i += k``, or None for other loops.
+
+    JAX writes scans in this form. They may have too many iterations to simulate.
+    """
+    test, result = condition.instructions[condition.root], body.instructions[body.root]
+    if test.attribute('direction') != 'LT' or result.opcode != 'tuple':
         return None
-    place = _element_of_the_state(condition, test.operands[0])
-    first = None if place is None else start.get(place)
-    if place is None or first is None:
+    index = _state_index(condition, test.operands[0])
+    first = None if index is None else start.get(index)
+    if index is None or first is None:
         return None
-    grown = body.instructions.get(returned.operands[place])
-    if grown is None or grown.opcode != 'add' or _element_of_the_state(body, grown.operands[0]) != place:
+    increment = body.instructions.get(result.operands[index])
+    if increment is None or increment.opcode != 'add' or _state_index(body, increment.operands[0]) != index:
         return None
     end = Integers(module, condition).values(test.operands[1])
-    step = Integers(module, body).values(grown.operands[1])
-    # A number that leaves its type would begin again at the other end.
+    step = Integers(module, body).values(increment.operands[1])
+    # A counter that overflows its type would wrap around.
     if end is None or step is None or step <= 0 or int(end) + int(step) > np.iinfo(first.dtype).max:
         return None
     return len(range(int(first), int(end), int(step)))
 
 
-def _element_of_the_state(computation: Computation, operand: str) -> int | None:
-    """Which element of a loop's state an operand is."""
+def _state_index(computation: Computation, operand: str) -> int | None:
+    """Returns which element of the loop state an operand is; None if it is not part of the state."""
     name, _, element = operand.partition('#')
     instruction = computation.instructions.get(name)
     if instruction is not None and instruction.opcode == 'get-tuple-element':
@@ -202,33 +226,34 @@ def _element_of_the_state(computation: Computation, operand: str) -> int | None:
 
 
 class Integers:
-    """The integers of a computation.
+    """The integers of a computation that follow from constants.
 
     Args:
         module: the program.
         computation: one of its computations.
-        given: (instruction, element of its tuple) -> its value; None where it is not given.
+        known_value: returns the value of an instruction's result, given the index of the element if that is
+            a tuple; None if the value is unknown.
     """
 
     def __init__(
         self,
         module: Module,
         computation: Computation,
-        given: Callable[[Instruction, int], IntegerValues | None] = lambda *_: None,
+        known_value: Callable[[Instruction, int], IntegerValues | None] = lambda *_: None,
     ) -> None:
-        self._module, self._computation, self._given = module, computation, given
-        self._known: dict[str, IntegerValues | None] = {}
+        self._module, self._computation, self._known_value = module, computation, known_value
+        self._cache: dict[str, IntegerValues | None] = {}
 
     def values(self, operand: str, depth: int = 0) -> IntegerValues | None:
-        """The value of an operand (``name#2`` is an element of a tuple); None if it is not known."""
-        if operand not in self._known and depth < _DEEP:
-            self._known[operand] = self._read(operand, depth + 1)
-        return self._known.get(operand)
+        """Returns the value of an operand (``name#2`` is an element of a tuple); None if it is unknown."""
+        if operand not in self._cache and depth < _MAX_DEPTH:
+            self._cache[operand] = self._read(operand, depth + 1)
+        return self._cache.get(operand)
 
     def _read(self, operand: str, depth: int) -> IntegerValues | None:
         name, _, element = operand.partition('#')
         instruction = self._computation.instructions.get(name)
-        if instruction is None or '#' in element:  # an element of an element is not followed
+        if instruction is None or '#' in element:  # nested tuples are not supported
             return None
         opcode, operands, index = instruction.opcode, instruction.operands, int(element or 0)
         if opcode == 'get-tuple-element':
@@ -240,17 +265,17 @@ class Integers:
         dtype, dims, _ = instruction.arrays[index]
         if dtype not in _TYPES:
             return None
-        if (given := self._given(instruction, index)) is not None:
-            return given
+        if (value := self._known_value(instruction, index)) is not None:
+            return value
         if opcode == 'constant':
             return self._constant(operands[0], dtype, dims)
         if opcode in ('call', 'fusion'):
             return self._returned(instruction, index, depth)
         if opcode == 'compare':
             opcode = instruction.attribute('direction') or ''
-        if opcode not in (*INTEGER_OPS, *_FORWARDING, 'dynamic-slice'):
+        if opcode not in (*INTEGER_OPS, *_FORWARDING_OPS, 'dynamic-slice'):
             return None
-        values = [self.values(part, depth) for part in operands]
+        values = [self.values(operand, depth) for operand in operands]
         if opcode in INTEGER_OPS:
             return evaluate(opcode, values)
         first = values[0]
@@ -265,13 +290,13 @@ class Integers:
 
     def _constant(self, text: str, dtype: str, dims: tuple[int, ...]) -> IntegerValues | None:
         words = {'true': 1, 'false': 0}
-        numbers = [words[word] if word in words else int(word) for word in _WORD.findall(text)]
-        if len(dims) > 1 or len(numbers) != math.prod(dims):  # a long list is not printed
+        integers = [words[word] if word in words else int(word) for word in _WORD.findall(text)]
+        if len(dims) > 1 or len(integers) != math.prod(dims):  # XLA does not print long lists
             return None
-        return np.array(numbers, _TYPES[dtype]).reshape(dims)
+        return np.array(integers, _TYPES[dtype]).reshape(dims)
 
     def _returned(self, call: Instruction, index: int, depth: int) -> IntegerValues | None:
-        """What a called computation returns."""
+        """Returns an element of the result of a called computation."""
         [called] = self._module.calls(call)
 
         def argument(parameter: Instruction, element: int) -> IntegerValues | None:
@@ -280,5 +305,4 @@ class Integers:
             operand = call.operands[int(parameter.operands[0])]
             return self.values(f'{operand}#{element}' if element else operand, depth)
 
-        inside = Integers(self._module, called, argument)
-        return inside.values(f'{called.root}#{index}', depth)
+        return Integers(self._module, called, argument).values(f'{called.root}#{index}', depth)

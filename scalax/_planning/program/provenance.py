@@ -1,4 +1,4 @@
-"""Provenance of instructions: the annotation and the line of Python in the user's program."""
+"""Provenance of HLO instructions: the annotation and the line of the user's program that they come from."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from scalax._core.util.user_frames import file_text, innermost_user_frame, is_cell
-from scalax._planning.program.counting import Phase, phase_of
 from scalax._planning.program.hlo import Computation, Frame, Instruction, Module
+from scalax._planning.program.phases import Phase, phase_of
 from scalax._spmd.pipelines.summary import PIPELINE_SCOPE
 
 _ANNOTATION = re.compile(r'annotation\(([^()]*)\)')
-# Instructions that only forward a value.
-_FORWARDS = {
+# Operations that only forward a value.
+_FORWARDING_OPS = {
     *('bitcast', 'bitcast-convert', 'broadcast', 'convert', 'copy', 'dynamic-slice', 'get-tuple-element'),
     *('reshape', 'slice', 'transpose', 'tuple'),
 }
-_FAR = 4
-_MOVED = 'is_spmd_generated="true"'
-# The parts of a step, in the order in which a value that all of them use is needed.
-_IN_ORDER: tuple[Phase, ...] = ('forward', 'recomputed', 'backward', 'update', 'other')
-_COMPUTES = ('all-reduce', 'reduce-scatter')
+_MAX_HOPS = 4
+_SPMD_GENERATED = 'is_spmd_generated="true"'
+# The phases of a step in execution order.
+_EXECUTION_ORDER: tuple[Phase, ...] = ('forward', 'recomputed', 'backward', 'update', 'other')
+_REDUCING_OPS = ('all-reduce', 'reduce-scatter')
 
 
 class Source(NamedTuple):
-    """A place in the user's program; fields that are not known are empty.
+    """A location in the user's program. Unknown fields are empty.
 
     Attributes:
-        annotation: the name of the `with_sharding_annotation` that it comes from.
-        file: the path of the file; of the cell of a notebook, its number, such as ``'In[5]'``.
+        annotation: the name of the `with_sharding_annotation` there.
+        file: the path of the file; for a cell of a notebook its number, such as ``'In[5]'``.
         line: the line, from 1.
         function: the function.
-        operand: the argument, if it is moved before anything is computed from it.
+        operand: the argument, if the value is an argument that is moved before anything is computed from it.
     """
 
     annotation: str = ''
@@ -43,52 +43,52 @@ class Source(NamedTuple):
 
     def __str__(self) -> str:
         function = self.function.rpartition('<locals>.')[2]
-        place = f'{file_text(self.file)}:{self.line} {function}'.rstrip() if self.file else ''
-        named = f'annotation {self.annotation!r}' if self.annotation else ''
-        moved = f'argument {self.operand}' if self.operand else ''
-        return ', '.join(part for part in (named, place or moved) if part) or 'not known'
+        location = f'{file_text(self.file)}:{self.line} {function}'.rstrip() if self.file else ''
+        annotation = f'annotation {self.annotation!r}' if self.annotation else ''
+        argument = f'argument {self.operand}' if self.operand else ''
+        return ', '.join(filter(None, (annotation, location or argument))) or 'not known'
 
 
-def is_of_the_partitioner(instruction: Instruction) -> bool:
-    """Whether the partitioner added an instruction, which the user's program does not have."""
-    return _MOVED in instruction.attributes
+def is_spmd_generated(instruction: Instruction) -> bool:
+    """Whether the SPMD partitioner added an instruction to the user's program."""
+    return _SPMD_GENERATED in instruction.attributes
 
 
 def source_of(module: Module, computation: Computation, instruction: Instruction) -> Source:
-    """The place in the user's program that an instruction comes from.
+    """Returns the location in the user's program that an instruction comes from.
 
-    The partitioner puts a collective where a value is made or where it is used, so an annotation may be at
-    either. The line is that of the instruction itself, or of the first user if the partitioner moves a value
-    for its users; otherwise that of the nearest instruction with a line. What a pipeline sends has that of
-    the loop.
+    The partitioner puts a collective where a value is produced or where it is used, so the annotation may be
+    on either side. The line is that of the instruction itself, or of the first user if the partitioner moves
+    a value for its users; otherwise that of the nearest instruction with a line. Sends of a pipeline have the
+    line of the loop.
     """
-    if sent := PIPELINE_SCOPE.search(instruction.op_name):
-        what, file, line, function = sent.groups()
+    if pipeline_send := PIPELINE_SCOPE.search(instruction.op_name):
+        what, file, line, function = pipeline_send.groups()
         return Source(file=file, line=int(line), function=f'{function}, {what}')
-    near = [*neighbourhood(computation, instruction)]
-    annotation = next((found[1] for item in near for found in _ANNOTATION.finditer(item.op_name)), '')
+    near = [*nearby_instructions(computation, instruction)]
+    annotation = next((match[1] for item in near for match in _ANNOTATION.finditer(item.op_name)), '')
     for item in near:
-        frame = _users_frame(module, item)
+        frame = _user_frame(module, item)
         if frame is not None:
             file = file_text(frame.file) if is_cell(frame.file) else frame.file
             return Source(annotation, file, frame.line, frame.function)
     # An argument has no line; its op_name is its name.
-    given = next((item.op_name for item in near if item.opcode == 'parameter' and item.op_name), '')
-    return Source(annotation, operand=given)
+    argument = next((item.op_name for item in near if item.opcode == 'parameter' and item.op_name), '')
+    return Source(annotation, operand=argument)
 
 
-def _users_frame(module: Module, instruction: Instruction) -> Frame | None:
-    return innermost_user_frame(module.stack(instruction.frame), lambda each: each.file)
+def _user_frame(module: Module, instruction: Instruction) -> Frame | None:
+    return innermost_user_frame(module.stack(instruction.frame), lambda frame: frame.file)
 
 
-def frame_number(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """The stack frame that `source_of` reads; 0 if there is none."""
-    near = neighbourhood(computation, instruction)
-    return next((item.frame for item in near if _users_frame(module, item) is not None), 0)
+def frame_id(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Returns the id of the stack frame that `source_of` reads; 0 if there is none."""
+    near = nearby_instructions(computation, instruction)
+    return next((item.frame for item in near if _user_frame(module, item) is not None), 0)
 
 
-def neighbourhood(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
-    """An instruction, its users and its operands, the nearest first.
+def nearby_instructions(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
+    """Yields an instruction, its users and its operands, the nearest first.
 
     Users come before an instruction that the partitioner added to move a value for them.
     """
@@ -97,42 +97,42 @@ def neighbourhood(computation: Computation, instruction: Instruction) -> Iterato
         yield from users
     yield instruction
     yield from users
-    yield from _reached(instruction, computation.makers_of)
+    yield from _reachable(instruction, computation.producers_of)
 
 
 def moves_for_users(instruction: Instruction) -> bool:
-    """Whether the partitioner added an instruction to move a value for its users, and to compute nothing."""
-    return is_of_the_partitioner(instruction) and instruction.opcode not in _COMPUTES
+    """Whether the partitioner added an instruction that only moves a value for its users."""
+    return is_spmd_generated(instruction) and instruction.opcode not in _REDUCING_OPS
 
 
-def users_name(
+def first_user_op_name(
     computation: Computation, instruction: Instruction, name_of: Callable[[Instruction], str]
 ) -> str:
-    """The op name of the first operation that a value is moved for; empty for other instructions.
+    """Returns the op name of the first user of a moved value; empty unless the instruction moves a value.
 
-    What moves a value has the name of the operation that makes it, or of the argument that it is (JAX 0.12).
-    It runs when the first of its users does.
+    An instruction that moves a value has the name of the operation that produces it, or of the argument (JAX
+    0.12), but it runs when the first of its users does.
 
     Args:
         computation: the computation that holds the instruction.
         instruction: the instruction.
-        name_of: gives the whole op name of an instruction.
+        name_of: returns the full op name of an instruction.
     """
     users = _users(computation, instruction) if moves_for_users(instruction) else ()
     names = [name for user in users if '/' in (name := name_of(user))]
-    return min(names, key=lambda name: _IN_ORDER.index(phase_of(name)), default='')
+    return min(names, key=lambda name: _EXECUTION_ORDER.index(phase_of(name)), default='')
 
 
 def _users(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
-    return _reached(instruction, lambda item: computation.users.get(item.name, []))
+    return _reachable(instruction, lambda item: computation.users.get(item.name, []))
 
 
-def _reached(
+def _reachable(
     start: Instruction, step: Callable[[Instruction], Iterable[Instruction]]
 ) -> Iterator[Instruction]:
-    """The instructions reached by a few steps through those that only forward a value, the nearest first."""
+    """Yields the instructions a few hops away, through operations that forward a value; nearest first."""
     level = [start]
-    for _ in range(_FAR):
-        level = [other for item in level for other in step(item)]
+    for _ in range(_MAX_HOPS):
+        level = [neighbor for item in level for neighbor in step(item)]
         yield from level
-        level = [item for item in level if item.opcode in _FORWARDS]
+        level = [item for item in level if item.opcode in _FORWARDING_OPS]

@@ -1,7 +1,7 @@
-"""The rounds of a loop, from the integers that decide whether there is another one.
+"""Trip counts of loops, found by simulating the integers of the loop state.
 
-Both jaxprs and HLO programs are read as functions from the integers of a loop's state: they compute whether
-there is another round, and the integers of that round. What depends on data is not known.
+The callers turn the condition and the body of a loop, of a jaxpr or an HLO program, into functions of its
+integer state. State that depends on data is unknown.
 """
 
 from __future__ import annotations
@@ -9,44 +9,45 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from scalax._jaxpr.static_integers import IntegerValues
-from scalax._planning.program.counting import Exactness
+from scalax._planning.program.exactness import Exactness
 
 State = Mapping[int, IntegerValues | None]
-"""Index of an element of a loop's state -> its value; None if that is not known."""
+"""Index of an element of the loop state -> its value; None if the value is unknown."""
 
 
-_MOST_ROUNDS = 10_000
-_MOST_OPEN_ROUNDS = 1_000  # after which data may have ended the loop
+_MAX_ITERATIONS = 10_000
+_MAX_UNCERTAIN_ITERATIONS = 1_000  # after which data may have ended the loop
 
 
-def solved_rounds(
-    state: State, test: Callable[[State], IntegerValues | None], following: Callable[[State], State]
+def simulated_trip_count(
+    state: State, test: Callable[[State], IntegerValues | None], next_state: Callable[[State], State]
 ) -> tuple[int, Exactness]:
-    """How often the body of a loop runs: at least once, if it does not end within 10,000 rounds.
+    """Returns the trip count of a loop, and its exactness.
 
-    At most so often, if something that depends on data may end it before; that is tried for 1,000 rounds.
+    The count is 1, as a lower bound, if the loop does not end within 10,000 iterations. It is an upper bound
+    if a condition that depends on data may end the loop earlier; then 1,000 iterations are simulated.
 
     Args:
-        state: the state at the start.
-        test: whether there is another round; None if that is not known.
-        following: the state in the next round.
+        state: the initial state.
+        test: returns whether there is another iteration; None if that is unknown.
+        next_state: returns the state after one iteration.
 
     Example:
         >>> import numpy as np
-        >>> up = lambda state: {0: state[0] + 2}
-        >>> solved_rounds({0: np.array([1])}, lambda state: state[0] <= 7, up)
+        >>> add_two = lambda state: {0: state[0] + 2}
+        >>> simulated_trip_count({0: np.array([1])}, lambda state: state[0] <= 7, add_two)
         (4, <Exactness.EXACT: 'exact'>)
     """
     exactness = Exactness.EXACT
-    for rounds in range(_MOST_ROUNDS):
-        more = test(state)
-        if more is None:
-            if rounds == _MOST_OPEN_ROUNDS:
+    for iterations in range(_MAX_ITERATIONS):
+        continues = test(state)
+        if continues is None:
+            if iterations == _MAX_UNCERTAIN_ITERATIONS:
                 break
             exactness = Exactness.AT_MOST
-        elif not more:
-            return rounds, exactness if rounds else Exactness.EXACT
-        before, state = state, following(state)
-        if state == before:
-            break  # for ever, or as data decide
+        elif not continues:
+            return iterations, exactness if iterations else Exactness.EXACT
+        previous, state = state, next_state(state)
+        if state == previous:
+            break  # the loop is endless, or ends when data says so
     return 1, Exactness.AT_LEAST

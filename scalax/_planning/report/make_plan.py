@@ -27,16 +27,16 @@ from scalax._core.pytree.partition_specs import axis_sizes_text
 from scalax._core.pytree.paths import join
 from scalax._core.util.progress import progress
 from scalax._jax import error_texts
-from scalax._planning.compiler.compilation import OPTIONS, Compiled, compile_lowered
+from scalax._planning.compiler.compilation import QUICK_PLAN_OPTIONS, Compiled, compile_lowered
 from scalax._planning.compiler.lowered_step import LoweredStep, lower_step
 from scalax._planning.compiler.running_compilations import compiling
 from scalax._planning.cost.buffers import largest_buffers
-from scalax._planning.cost.collectives import Collective, collectives, seconds_of_runs
+from scalax._planning.cost.collectives import Collective, collective_times, collectives
 from scalax._planning.cost.device_cost import device_cost_of
 from scalax._planning.cost.flops import count_flops, count_model_flops
 from scalax._planning.cost.host_transfers import HostTransfers, host_transfers
 from scalax._planning.cost.memory import Memory, constant_bytes
-from scalax._planning.hardware.specs import Hardware, hardware_of, numbers_of
+from scalax._planning.hardware.specs import Hardware, hardware_of, required_specs
 from scalax._planning.program.hlo import Module, parse
 from scalax._planning.report.pipeline_section import with_flops
 from scalax._planning.report.plan import Plan
@@ -141,10 +141,10 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
         pipelines=() if staged is None else with_flops(staged.loops),
         hardware_override=step.hardware_override,
     )
-    return dataclasses.replace(plan, schedule=scheduled(plan, program, ids)) if is_gpu else plan
+    return dataclasses.replace(plan, schedule=gpu_schedule(plan, program, ids)) if is_gpu else plan
 
 
-def scheduled(plan: Plan, program: Module, ids: Sequence[int]) -> Schedule | None:
+def gpu_schedule(plan: Plan, program: Module, ids: Sequence[int]) -> Schedule | None:
     """The seconds along the schedule of a program for GPUs; None if numbers are missing for it.
 
     Args:
@@ -155,15 +155,19 @@ def scheduled(plan: Plan, program: Module, ids: Sequence[int]) -> Schedule | Non
     roofline = plan.known_roofline
     if roofline is None or hardware_of(plan.device_kind) is None:
         return None
-    [hbm_rate] = numbers_of(roofline.hardware, 'hbm_bytes_per_second', for_='a schedule')
+    [hbm_rate] = required_specs(roofline.hardware, 'hbm_bytes_per_second', for_='a schedule')
     host_rate = roofline.hardware.host_bytes_per_second or math.inf  # known if anything goes there
-    times = seconds_of_runs(
-        functools.partial(nccl_times, plan, roofline.hardware), program, plan.mesh, plan.device_positions, ids
+    times = collective_times(
+        functools.partial(nccl_collective_seconds, plan, roofline.hardware),
+        program,
+        plan.mesh,
+        plan.device_positions,
+        ids,
     )
     return schedule_of(program, roofline.peak / plan.devices, hbm_rate, host_rate, times)
 
 
-def nccl_times(plan: Plan, hardware: Hardware, rows: Sequence[Collective]) -> Iterator[float]:
+def nccl_collective_seconds(plan: Plan, hardware: Hardware, rows: Sequence[Collective]) -> Iterator[float]:
     """The seconds of one execution of some collectives: as NCCL expects, or else those of the roofline.
 
     Args:
@@ -198,7 +202,7 @@ def _compile(step: LoweredStep, limit: int | None, layout_for: int | None) -> Co
                 given=step.compiler_options if device.platform == 'gpu' else (),
             )
     except jax.errors.JaxRuntimeError as error:
-        if error_texts.unknown_option(error) in OPTIONS:
+        if error_texts.unknown_option(error) in QUICK_PLAN_OPTIONS:
             # JAX asked the compiler of the local devices, which does not know the options of the other one.
             raise _not_on_mesh(name) from error
         if error_texts.lacks_custom_partitioning(error):

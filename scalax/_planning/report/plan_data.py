@@ -14,7 +14,7 @@ from scalax._planning.cost.collectives import Collective
 from scalax._planning.cost.device_cost import DeviceCost
 from scalax._planning.cost.host_transfers import HostTransfers
 from scalax._planning.cost.memory import Memory
-from scalax._planning.hardware.specs import Hardware, find_hardware, hardware_of, numbers_of
+from scalax._planning.hardware.specs import Hardware, find_hardware, hardware_of, required_specs
 from scalax._planning.hardware.torus import (
     NETWORKS,
     DevicePosition,
@@ -23,7 +23,7 @@ from scalax._planning.hardware.torus import (
     positions_in_nodes,
     positions_on_torus,
 )
-from scalax._planning.program.counting import Exactness
+from scalax._planning.program.exactness import Exactness
 from scalax._planning.time.roofline import Roofline, phase_times, time_collectives
 from scalax._planning.time.schedule import Schedule
 from scalax._spmd.pipelines.summary import PipelinedLoop
@@ -188,7 +188,7 @@ class PlanData:
         positions = self.device_positions if torus is None else positions_on_torus(torus, self.mesh, hardware)
         if torus is None and self.platform == 'cpu':
             positions = positions_in_nodes(positions, hardware)
-        flops_rate, hbm_rate = numbers_of(
+        flops_rate, hbm_rate = required_specs(
             hardware, 'flops_per_second', 'hbm_bytes_per_second', for_='a roofline'
         )
         per_chip = devices_per_chip(positions, hardware)
@@ -222,5 +222,5 @@ class PlanData:
         moves = self.host_transfers
         if not moves.to_host and not moves.from_host:
             return 0.0, 0.0
-        (rate,) = numbers_of(hardware, 'host_bytes_per_second', for_='a roofline of a step that offloads')
+        (rate,) = required_specs(hardware, 'host_bytes_per_second', for_='a roofline of a step that offloads')
         return moves.to_host * per_chip / rate, moves.from_host * per_chip / rate

@@ -27,10 +27,10 @@ from scalax._core.render.blocks import (
 from scalax._core.render.tables import human_bytes, human_flops, milliseconds, three_figures
 from scalax._planning.cost.collectives import Collective
 from scalax._planning.hardware.specs import network_text
-from scalax._planning.program.counting import Exactness
+from scalax._planning.program.exactness import Exactness
 from scalax._planning.program.provenance import Source
 from scalax._planning.report.batch_section import mixing_lines, partitioned_line
-from scalax._planning.report.breakdown import NO_SCOPE, Sums, sums_by_phase, sums_by_scope
+from scalax._planning.report.breakdown import NO_SCOPE, CostEntry, costs_by_phase, costs_by_scope
 from scalax._planning.report.pipeline_section import bubble_figure, pipeline_blocks, pipelines_lead
 from scalax._planning.report.plan_data import PlanData
 from scalax._planning.report.timeline import Timeline
@@ -279,7 +279,7 @@ _AMOUNTS = (
     Column('FLOPs', 'number', human_flops),
     *(Column(head, 'number', human_bytes) for head in ('HBM bytes', 'collectives')),
     *(Column(head, 'number', milliseconds) for head in ('compute', 'hbm', 'network', 'schedule')),
-)  # of Sums
+)  # of CostEntry
 
 
 def _columns(name: str, plan: PlanData) -> list[Column]:
@@ -294,14 +294,14 @@ def _known(plan: PlanData) -> list[int]:
     return places if plan.collectives else [place for place in places if place % 3 != 2]
 
 
-def _row(name: str, each: Sums, plan: PlanData) -> list[Value]:
+def _row(name: str, each: CostEntry, plan: PlanData) -> list[Value]:
     """What a part of a step or a module computes and moves; nothing for 0."""
     return [name, *(each[place] or None for place in _known(plan))]
 
 
 def _parts(plan: PlanData, roofline: Roofline | None) -> list[Block]:
     """What each part of the step computes and moves; nothing without a gradient."""
-    found = sums_by_phase(plan, roofline)
+    found = costs_by_phase(plan, roofline)
     if set(found) <= {'other'}:
         return []
     rows = [_row(part, each, plan) for part, each in found.items()]
@@ -310,7 +310,7 @@ def _parts(plan: PlanData, roofline: Roofline | None) -> list[Block]:
 
 def _scopes(plan: PlanData, roofline: Roofline | None) -> Section:
     """What modules or functions compute and move, those inside of them included."""
-    found = sums_by_scope(plan, roofline)
+    found = costs_by_scope(plan, roofline)
     are_functions = all(name.partition('/')[0].endswith('()') for name, _ in found if name != NO_SCOPE)
     columns = _columns('function' if are_functions else 'module', plan)
     rows = [_row(name, each, plan) for name, each in found]

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from scalax._core.context.active_helper import MeshOwner
 from scalax._core.pytree.partition_specs import axis_sizes_text
 from scalax._core.pytree.paths import dtype_on_devices, is_weakly_typed
-from scalax._planning.compiler.lowered_step import without_changes
+from scalax._planning.compiler.lowered_step import pure_call
 from scalax._verification.downscale.shrink import FullSizeStep, Shrinker, Sizes, StepAndArgs
 from scalax._verification.reference import StepCall, helper_on_mesh, is_array
 from scalax.errors import MeshError
@@ -154,7 +154,7 @@ def _over(
 
 
 def _made(make: Callable[[Any, Any], StepAndArgs], helper: Any, config: Any) -> StepAndArgs:
-    step, args, _ = without_changes(*make(helper, config), {})
+    step, args, _ = pure_call(*make(helper, config), {})
     return step, tuple(args)
 
 
