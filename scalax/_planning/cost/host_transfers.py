@@ -1,7 +1,7 @@
-"""Bytes that a program moves between the memory of a device and that of its host, read from what runs.
+"""Transfers of a program between the memory of a device and the memory of its host.
 
-Offloaded arrays are in the layout of the program: copies have one side on the host, and slices of stacked
-arrays are read and written there layer by layer.
+Optimized programs contain the memory space of each array. Copies of offloaded arrays have one side on the
+host, and slices of stacked arrays are read and written there layer by layer.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from scalax._planning.program.hlo import HOST, Computation, Instruction, Module
 
 @dataclasses.dataclass(frozen=True)
 class HostTransfers:
-    """The bytes that one device and its host exchange in one call.
+    """The bytes transferred between one device and its host in one call.
 
     Attributes:
-        to_host: those that the device writes to the memory of the host.
-        from_host: those that it reads there.
-        exactness: how well both are known: at least, if an operation moves something in an unknown way.
+        to_host: the bytes that the device writes to host memory.
+        from_host: the bytes that it reads from host memory.
+        exactness: the exactness of both; a lower bound if an unknown operation accesses both memories.
     """
 
     to_host: int = 0
@@ -30,47 +30,47 @@ class HostTransfers:
 
 
 def host_transfers(module: Module) -> HostTransfers:
-    """What a program moves to and from the host.
+    """Counts the transfers of a program.
 
     Args:
-        module: the program after all optimizations, whose arrays have places.
+        module: the program after all optimizations, with the memory space of each array.
     """
-    sent = read = 0
+    written = read = 0
     exactness = Exactness.EXACT
-    for visit, instruction, moved in measured_instructions(module, host_bytes):
+    for instance, instruction, size in measured_instructions(module, host_bytes):
         if instruction.arrays[0].space == HOST:
-            sent += moved
+            written += size
         else:
-            read += moved
-        exactness = exactness.combine(visit.exactness)
+            read += size
+        exactness = exactness.combine(instance.exactness)
     if any(itertools.starmap(_is_unknown, module.instructions())):
         exactness = exactness.combine(Exactness.AT_LEAST)
-    return HostTransfers(sent, read, exactness)
+    return HostTransfers(written, read, exactness)
 
 
-# Operations that move nothing themselves: they hold arrays of both sides, or what moves is inside of them.
-_HOLDING = {
+# Operations that transfer nothing themselves: they forward arrays, or contain the transfer.
+_FORWARDING_OPS = {
     *('after-all', 'async-done', 'async-start', 'async-update', 'call', 'conditional', 'constant'),
     *('copy-done', 'custom-call', 'fusion', 'get-tuple-element', 'opt-barrier', 'parameter', 'recv'),
     *('recv-done', 'send', 'send-done', 'tuple', 'while'),
 }
-# The operand that is moved; of a slice only the part that it takes.
-_MOVED_OPERAND = {'copy': 0, 'copy-start': 0, 'slice': 0, 'dynamic-slice': 0, 'dynamic-update-slice': 1}
+# The index of the operand that is transferred. Slices transfer only the elements of the slice.
+_TRANSFERRED_OPERAND = {'copy': 0, 'copy-start': 0, 'slice': 0, 'dynamic-slice': 0, 'dynamic-update-slice': 1}
 
 
 def _is_unknown(computation: Computation, instruction: Instruction) -> bool:
-    """Whether an operation has arrays on both sides, and is none of those that are known."""
-    if instruction.opcode in _HOLDING or instruction.opcode in _MOVED_OPERAND:
+    """Whether an unknown operation accesses both memories."""
+    if instruction.opcode in _FORWARDING_OPS or instruction.opcode in _TRANSFERRED_OPERAND:
         return False
     arrays = (*instruction.arrays, *computation.operands_of(instruction))
     return len({array.space == HOST for array in arrays}) > 1
 
 
-def host_bytes(visit: ComputationInstance, instruction: Instruction) -> int:
-    """The bytes that one execution moves to the host, if that has its result, or from there."""
-    if instruction.opcode not in _MOVED_OPERAND:
+def host_bytes(instance: ComputationInstance, instruction: Instruction) -> int:
+    """Returns the bytes that one execution of an instruction transfers to or from the host."""
+    if instruction.opcode not in _TRANSFERRED_OPERAND:
         return 0
-    operand = visit.computation.operands_of(instruction)[_MOVED_OPERAND[instruction.opcode]]
+    operand = instance.computation.operands_of(instruction)[_TRANSFERRED_OPERAND[instruction.opcode]]
     result = instruction.arrays[0]
     if (operand.space == HOST) == (result.space == HOST):
         return 0
