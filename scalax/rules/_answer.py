@@ -111,7 +111,7 @@ _SWAPPED_HINT = ' Or are the tree and the rules the wrong way round?'
 
 def non_array_problems(tree: NamedTree) -> list[Problem]:
     """Returns a problem for each leaf that JAX does not accept as an array."""
-    if all(issubclass(leaf_type, _ARRAYS) for leaf_type in set(map(type, tree.leaves))):
+    if not [leaf_type for leaf_type in set(map(type, tree.leaves)) if not issubclass(leaf_type, _ARRAYS)]:
         return []
     hint = _ONLY_ARRAYS_HINT + module_advice(tree.leaves)
     if any(isinstance(leaf, PartitionSpec | NamedSharding) for leaf in tree.leaves):

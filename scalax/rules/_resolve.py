@@ -155,7 +155,9 @@ def resolve(
     named_tree = parts[0][1] if is_single_rule else NamedTree.of(pytree, at, as_leaf)
     rule_paths = [path for _, tree in parts for path in tree.paths]
     rule_of_leaf = [rule for rule, tree in parts for _ in tree.paths]
-    any_replicated = any(sharding is not None and sharding.is_fully_replicated for sharding in {*shardings})
+    any_replicated = True in [
+        sharding is not None and sharding.is_fully_replicated for sharding in {*shardings}
+    ]
     return Resolution(
         named_tree, decisions, shardings, named_tree.treedef, rule_paths, rule_of_leaf, any_replicated
     )
