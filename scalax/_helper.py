@@ -563,7 +563,7 @@ class MeshShardingHelper:
             1.0
         """
         checked_flag('check_vma', check_vma)
-        shard_map.require_given(in_specs=in_specs, out_specs=out_specs)
+        shard_map.reject_missing(in_specs=in_specs, out_specs=out_specs)
         if fun is None:
             options: dict[str, Any] = {'axis_names': axis_names, 'check_vma': check_vma}
             return functools.partial(self.shard_map, in_specs=in_specs, out_specs=out_specs, **options)

@@ -1,6 +1,6 @@
-"""What `shard_map` and `microbatch` share.
+"""Wrappers that run in the trace of their caller, and are jitted if there is no such trace.
 
-Each returns a function that runs in the trace of its caller, and is compiled where there is none.
+`shard_map` and `microbatch` return such functions.
 """
 
 from __future__ import annotations
@@ -18,69 +18,71 @@ from scalax._compile.call.placement_errors import reject_deleted
 from scalax._compile.tracebacks import HideInternalFrames
 from scalax._jax.tracing import is_compiled
 
-Given = TypeVar('Given')
-_hiding_ours = HideInternalFrames()
+BoundArguments = TypeVar('BoundArguments')
+_hide_internal_frames = HideInternalFrames()
 
 
-def called(
+def defer_jit(
     fun: Callable[..., Any],
-    read: Callable[[Sequence[Any], Mapping[str, Any]], Given],
-    run: Callable[[Given], Any],
-    at_once: Callable[[Given], Any],
+    bind: Callable[[Sequence[Any], Mapping[str, Any]], BoundArguments],
+    run: Callable[[BoundArguments], Any],
+    run_jitted: Callable[[BoundArguments], Any],
 ) -> Callable[..., Any]:
-    """A function for users, with the name and the parameters of their own.
+    """Returns a function with the name and the parameters of *fun* that is jitted only outside of a trace.
 
     Args:
         fun: the user's function.
-        read: makes one object of the arguments and keywords of a call.
+        bind: combines the arguments and keywords of a call in one object.
         run: runs a call in the trace of its caller.
-        at_once: runs a call outside of compiled functions.
+        run_jitted: runs a call outside of compiled functions.
     """
 
     @functools.wraps(fun)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        given = read(args, kwargs)
-        with _hiding_ours:
-            return run(given) if is_compiled() else at_once(given)
+        arguments = bind(args, kwargs)
+        with _hide_internal_frames:
+            return run(arguments) if is_compiled() else run_jitted(arguments)
 
     return wrapper
 
 
-def compiled(run: Callable[..., Any], name: str) -> jax.stages.Wrapped:
-    """``jax.jit`` of a function of ours, which JAX's messages and profiles call as the user's."""
+def jit_with_name(fun: Callable[..., Any], name: str) -> jax.stages.Wrapped:
+    """Jits an internal function under the name of the user's function, for JAX's messages and profiles."""
 
     def named(*args: Any) -> Any:
-        return run(*args)
+        return fun(*args)
 
     named.__name__ = named.__qualname__ = name
     return jax.jit(named)
 
 
-def placed(call: Call, mesh: Any, wanted: Callable[[], Sequence[NamedSharding]]) -> Sequence[Any]:
-    """The flat arguments of a call outside of compiled functions, on the devices of the mesh.
+def place_on_mesh(
+    call: Call, mesh: Any, resolve_shardings: Callable[[], Sequence[NamedSharding]]
+) -> Sequence[Any]:
+    """Returns the flat arguments of a call outside of compiled functions, moved to the devices of the mesh.
 
     Args:
         call: the call.
-        mesh: the mesh; without devices, nothing moves.
-        wanted: the shardings to which leaves move; asked for only if one has to.
+        mesh: the mesh. If it has no devices, nothing moves.
+        resolve_shardings: returns the shardings to which leaves move. It is called only if a leaf moves.
 
     Raises:
-        ArgumentError: an argument's buffers are gone.
+        ArgumentError: the buffers of an argument have been deleted.
     """
     reject_deleted(call)
     if isinstance(mesh, AbstractMesh):
         return call.flat_args
-    moving = [i for i, leaf in enumerate(call.leaves) if not _stays_on(leaf, mesh)]
+    moving = [i for i, leaf in enumerate(call.leaves) if not _is_on_mesh(leaf, mesh)]
     if not moving:
         return call.flat_args
-    shardings = wanted()
+    shardings = resolve_shardings()
     return move_leaves(call.flat_args, {i: shardings[i] for i in moving})
 
 
-def _stays_on(leaf: Any, mesh: Any) -> bool:
-    """Whether an argument stays where it is: on these devices, with a type of this mesh."""
+def _is_on_mesh(leaf: Any, mesh: Any) -> bool:
+    """Whether an argument is on the devices of the mesh, with a type of this mesh."""
     if isinstance(leaf, jax.core.Tracer):
-        # Of a transformation that runs at once. Where its type has no mesh, it may be on any devices.
+        # A tracer of a transformation, such as jax.grad. If its type names no mesh, its devices are unknown.
         return AxisType.Explicit not in mesh.axis_types or not jax.typeof(leaf).sharding.mesh.empty
     if not (is_concrete(leaf) and leaf.committed and isinstance(leaf.sharding, NamedSharding)):
         return False

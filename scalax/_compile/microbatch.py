@@ -1,4 +1,4 @@
-"""Gradients of a batch in several microbatches, one after the other; no example leaves its device."""
+"""Gradient accumulation: a function processes its batch in microbatches, without moving examples."""
 
 from __future__ import annotations
 
@@ -12,41 +12,42 @@ import jax
 import jax.numpy as jnp
 
 from scalax._compile.call.signature import name_of
-from scalax._compile.deferred_jit import called, compiled
+from scalax._compile.deferred_jit import defer_jit, jit_with_name
 from scalax._compile.tracebacks import run_user_function
 from scalax._core.context.constraints import apply_shardings, explicit_sharding
 from scalax._core.pytree import partition_specs
 from scalax._core.pytree.paths import NamedTree
 from scalax.errors import ArgumentError, DataError, did_you_mean, shown_leaves
 
-Names = int | str | Sequence[int | str]
-Given = ParamSpec('Given')
+ArgumentNames = int | str | Sequence[int | str]
+Params = ParamSpec('Params')
 Result = TypeVar('Result')
 
 
 def microbatch(
-    fun: Callable[Given, Result],
+    fun: Callable[Params, Result],
     n: int,
     *,
-    batch: Names = 1,
+    batch: ArgumentNames = 1,
     batch_axis: int = 0,
-    rng: Names = (),
+    rng: ArgumentNames = (),
     reduce: Literal['mean', 'sum'] = 'mean',
     accumulate_dtype: Any = None,
-) -> Callable[Given, Result]:
-    """Makes a function process its batch in *n* microbatches, one after the other.
+) -> Callable[Params, Result]:
+    """Makes a function process its batch in *n* microbatches, one after the other (gradient accumulation).
 
-    Meant for functions that return gradients: ``jax.grad(loss)`` and ``jax.value_and_grad(loss)``, whatever
-    else they return. Microbatch ``i`` holds the examples ``i``, ``i + n``, ``i + 2n`` and so on. So each
-    device keeps its own examples, and nothing is sent, as long as *n* divides their number on each device.
-    In `MeshShardingHelper.sjit`, gradients of replicated parameters (DDP) are summed over devices once, after
-    the last microbatch, if *fun* treats each example alone but for sums and means, and draws nothing random.
+    It is meant for functions that return gradients, such as ``jax.grad(loss)`` and
+    ``jax.value_and_grad(loss)``, with or without auxiliary outputs. Microbatch ``i`` holds the examples
+    ``i``, ``i + n``, ``i + 2n`` and so on. So no example leaves its device if *n* divides the number of
+    examples on each device. In `MeshShardingHelper.sjit`, gradients of replicated parameters (DDP) are summed
+    over devices once, after the last microbatch, if *fun* treats examples independently except for sums and
+    means, and does not use random numbers.
 
     Inside `shard_map` it needs ``check_vma=False``. Outside of compiled functions it is compiled as by
     ``jax.jit``.
 
-    Where the loss is a mean over equally weighted examples, the mean over the microbatches is the mean over
-    all examples, up to rounding. With weights (padding, say) it is not. Then return sums, and divide once::
+    If the loss is a mean over equally weighted examples, the mean over the microbatches is the mean over all
+    examples, up to rounding. If examples have weights (for padding, say), return sums and divide once::
 
         def sums(params, batch):  # of one microbatch
             losses = ...
@@ -60,21 +61,23 @@ def microbatch(
     Args:
         fun: the function; it returns arrays of the same shapes for every microbatch.
         n: the number of microbatches.
-        batch: the arguments to divide, by position or name; those of ``*args`` only together, by its name.
-        batch_axis: their batch dimension; may be negative.
-        rng: arguments that are PRNG keys, or trees of them; microbatch ``i`` gets
+        batch: the arguments to split, by position or name. Extra positional arguments can be split only all
+            together, by the name of ``*args``.
+        batch_axis: their batch dimension, which may be negative.
+        rng: the arguments that are PRNG keys, or trees of keys. Microbatch ``i`` gets
             ``jax.random.fold_in(key, i)``.
-        reduce: what becomes of the *n* results: their ``'mean'`` or their ``'sum'``, leaf by leaf.
-        accumulate_dtype: the dtype in which floating-point leaves are summed. By default that is float32 for
-            narrower floats, and the leaf's dtype for others. Results have the dtypes of *fun*.
+        reduce: how the *n* results are combined, leaf by leaf: by their ``'mean'`` or their ``'sum'``.
+        accumulate_dtype: the dtype in which floating-point leaves are summed. By default it is float32 for
+            narrower floats, and the leaf's dtype otherwise. Results have the dtypes that *fun* returns.
 
     Returns:
         A function with the parameters of *fun*.
 
     Raises:
-        ArgumentError: an argument that *fun* does not have, or that is both the batch and a key; another
-            dtype to accumulate in; integers in the result, which have no mean.
-        DataError: the examples do not divide by *n*; all such leaves are named. Or the batch holds no array.
+        ArgumentError: *fun* has no such argument; an argument is both the batch and a key; the dtype to
+            accumulate in is not a floating-point dtype; the result has integer leaves, which have no mean.
+        DataError: the number of examples does not divide by *n*, or the batch holds no array. The error lists
+            all such leaves.
 
     Example:
         >>> import numpy as np
@@ -98,81 +101,85 @@ def microbatch(
             f'got {getattr(accumulate_dtype, "__name__", repr(accumulate_dtype))}'
         )
     signature, name = inspect.signature(fun), name_of(fun)
-    divided, keys = (_names(fun, signature, option) for option in (batch, rng))
-    if both := [argument for argument in divided if argument in keys]:
+    batch_names, key_names = (_argument_names(fun, signature, option) for option in (batch, rng))
+    if both := [argument for argument in batch_names if argument in key_names]:
         raise ArgumentError(
             f'microbatch: {", ".join(both)} cannot be both the batch (batch=...) and PRNG keys (rng=...)'
         )
 
-    def read(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def bind(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return signature.bind(*args, **kwargs).arguments
 
-    def run(given: dict[str, Any]) -> Any:
-        call = inspect.BoundArguments(signature, {**given})
+    def run(arguments: dict[str, Any]) -> Any:
+        call = inspect.BoundArguments(signature, {**arguments})
         call.apply_defaults()
-        parts = _divided({each: call.arguments[each] for each in divided}, n, batch_axis, name)
+        batch_arguments = {argument: call.arguments[argument] for argument in batch_names}
+        microbatches = _split_batch(batch_arguments, n, batch_axis, name)
 
-        def on_part(index: Any, part: dict[str, Any]) -> Any:
-            own = jax.tree.map(
-                lambda key: jax.random.fold_in(key, index), {each: call.arguments[each] for each in keys}
-            )
-            call_of_part = inspect.BoundArguments(signature, {**call.arguments, **part, **own})
-            return run_user_function(fun, call_of_part.args, call_of_part.kwargs)
+        def run_microbatch(index: Any, microbatch: dict[str, Any]) -> Any:
+            keys = {argument: call.arguments[argument] for argument in key_names}
+            keys = jax.tree.map(lambda key: jax.random.fold_in(key, index), keys)
+            bound = inspect.BoundArguments(signature, {**call.arguments, **microbatch, **keys})
+            return run_user_function(fun, bound.args, bound.kwargs)
 
-        # Compiled, because it is traced twice, for the types of the sums and in the loop; JAX runs the user's
-        # code only once, since it finds the trace again.
-        return _accumulated(compiled(on_part, name), n, parts, reduce, accumulate_dtype)
+        # The function is traced twice, for the types of the sums and in the loop. It is jitted so that JAX
+        # finds the first trace again, and the user's code runs only once.
+        jitted = jit_with_name(run_microbatch, name)
+        return _accumulate(jitted, n, microbatches, reduce, accumulate_dtype)
 
-    return called(fun, read, run, compiled(run, name))
+    return defer_jit(fun, bind, run, jit_with_name(run, name))
 
 
-def _accumulated(fun: jax.stages.Wrapped, n: int, parts: Any, reduce: str, dtype: Any) -> Any:
-    """The mean or the sum of what a jitted function returns for each part, in a loop."""
+def _accumulate(fun: jax.stages.Wrapped, n: int, microbatches: Any, reduce: str, dtype: Any) -> Any:
+    """Runs a jitted function on each microbatch in a loop, and returns the mean or the sum of the results."""
     indices = jnp.arange(n)
-    traced = fun.trace(indices[0], jax.tree.map(lambda leaf: leaf[0], parts))
-    # With their shardings, which `out_info` does not have.
-    types = jax.tree.unflatten(jax.tree.structure(traced.out_info), traced.jaxpr.out_avals)
+    traced = fun.trace(indices[0], jax.tree.map(lambda leaf: leaf[0], microbatches))
+    # `out_avals` have shardings, which `out_info` does not have.
+    avals = jax.tree.unflatten(jax.tree.structure(traced.out_info), traced.jaxpr.out_avals)
     if reduce == 'mean':
-        _reject_integers(types)
+        _reject_integers(avals)
 
-    def add(sums: Any, part: tuple[Any, Any]) -> tuple[Any, None]:
-        return jax.tree.map(lambda total, x: total + _as_type(x, total.dtype), sums, fun(*part)), None
+    def add(sums: Any, xs: tuple[Any, Any]) -> tuple[Any, None]:
+        return jax.tree.map(lambda total, x: total + _as_dtype(x, total.dtype), sums, fun(*xs)), None
 
-    def result(total: Any, kind: Any) -> Any:
+    def to_result(total: Any, aval: Any) -> Any:
         total = total / n if reduce == 'mean' else total
-        return total if kind.dtype == bool else _as_type(total, kind.dtype)
+        return total if aval.dtype == bool else _as_dtype(total, aval.dtype)
 
-    sums, _ = jax.lax.scan(add, jax.tree.map(lambda kind: _zeros(kind, dtype), types), (indices, parts))
-    return jax.tree.map(result, sums, types)
+    initial = jax.tree.map(lambda aval: _zeros(aval, dtype), avals)
+    sums, _ = jax.lax.scan(add, initial, (indices, microbatches))
+    return jax.tree.map(to_result, sums, avals)
 
 
-def _names(fun: Callable[..., Any], signature: inspect.Signature, option: Names) -> list[str]:
-    """Parameters given by position or name, by name."""
-    known = signature.parameters
-    positional = [each.name for each in known.values() if each.kind <= each.POSITIONAL_OR_KEYWORD]
+def _argument_names(
+    fun: Callable[..., Any], signature: inspect.Signature, option: ArgumentNames
+) -> list[str]:
+    """Returns the names of arguments that an option gives by position or name."""
+    parameters = signature.parameters
+    positional = [p.name for p in parameters.values() if p.kind <= p.POSITIONAL_OR_KEYWORD]
     names = []
     for item in [option] if isinstance(option, int | str) else option:
         if isinstance(item, int) and -len(positional) <= item < len(positional):
             names.append(positional[item])
-        elif item in known:
+        elif item in parameters:
             names.append(str(item))
         else:
-            near = 'give its name' if isinstance(item, int) else did_you_mean(item, known)
+            hint = 'give its name' if isinstance(item, int) else did_you_mean(item, parameters)
             if str(getattr(fun, '__module__', '')).startswith('flax.nnx'):
-                near = (
+                hint = (
                     'microbatch takes functions of arrays: nnx.split the model, and take jax.value_and_grad '
                     'of a function that merges it, nnx.merge(graph, params, rest, copy=True)'
                 )
-            raise ArgumentError(f'microbatch: {name_of(fun)}{signature} has no argument {item!r} ({near})')
+            raise ArgumentError(f'microbatch: {name_of(fun)}{signature} has no argument {item!r} ({hint})')
     return names
 
 
-def _divided(whole: dict[str, Any], n: int, batch_axis: int, name: str) -> dict[str, Any]:
-    """Each array as a stack of *n* microbatches; the examples of one are *n* apart."""
-    tree = NamedTree.of(whole)
+def _split_batch(batch: dict[str, Any], n: int, batch_axis: int, name: str) -> dict[str, Any]:
+    """Splits each array of the batch into a stack of *n* microbatches, each of every *n*-th example."""
+    tree = NamedTree.of(batch)
     if not len(tree):
         raise DataError(
-            f'the batch of {name} ({", ".join(whole)}) holds no arrays: all microbatches would be the same. '
+            f'the batch of {name} ({", ".join(batch)}) holds no arrays: all microbatches would be the same. '
             'Name the arguments that are the batch (batch=...)'
         )
     wrong = [
@@ -188,23 +195,23 @@ def _divided(whole: dict[str, Any], n: int, batch_axis: int, name: str) -> dict[
             'device, so that none have to move), or name the arguments that are the batch (batch=...).'
         )
 
-    def part(leaf: Any) -> Any:
+    def split(leaf: Any) -> Any:
         axis = batch_axis % leaf.ndim
-        examples = leaf.shape[axis] // n
-        # Examples of one device are adjacent: the first of the two new axes gets the sharding.
-        apart = leaf.reshape(*leaf.shape[:axis], examples, n, *leaf.shape[axis + 1 :])
-        return jnp.moveaxis(apart, axis + 1, 0)
+        num_examples = leaf.shape[axis] // n  # of one microbatch
+        # A device holds adjacent examples, so the sharding of the batch applies to the first new dimension.
+        split_leaf = leaf.reshape(*leaf.shape[:axis], num_examples, n, *leaf.shape[axis + 1 :])
+        return jnp.moveaxis(split_leaf, axis + 1, 0)
 
-    return jax.tree.map(lambda leaf: part(jnp.asarray(leaf)), whole)
+    return jax.tree.map(lambda leaf: split(jnp.asarray(leaf)), batch)
 
 
 def _fault(leaf: Any, shape: tuple[int, ...], axis: int, n: int) -> str:
-    """Why the examples of an array cannot be divided; empty if they can."""
+    """Returns why the examples of an array cannot be split, or '' if they can."""
     if not -len(shape) <= axis < len(shape):
         return f'no axis {axis}'
     if shape[axis] % n:
         return 'does not divide'
-    # Over Explicit axes the type tells how many examples a device has; JAX would refuse to move some.
+    # Over Explicit axes the type contains the sharding, and JAX would refuse to move examples.
     sharding = jax.typeof(leaf).sharding
     sharded_over = partition_specs.entry_axes(partition_specs.entries(sharding.spec)[axis])
     shards = math.prod(sharding.mesh.shape[name] for name in sharded_over)
@@ -218,32 +225,33 @@ def _is_float(dtype: Any) -> bool:
         return False
 
 
-def _as_type(value: Any, dtype: Any) -> Any:
-    """The value in a dtype; one that has it keeps its weak type."""
+def _as_dtype(value: Any, dtype: Any) -> Any:
+    """Casts a value to a dtype. A value that has the dtype already keeps its weak type."""
     return value if value.dtype == dtype else value.astype(dtype)
 
 
-def _zeros(kind: Any, dtype: Any) -> jax.Array:
-    """The sum of nothing, for results of a type; *dtype* is the one that the user asked for, if any."""
-    if not jnp.issubdtype(kind.dtype, jnp.floating):
-        dtype = jnp.promote_types(kind.dtype, jnp.int32) if kind.dtype == bool else kind.dtype
+def _zeros(aval: Any, dtype: Any) -> jax.Array:
+    """Returns the initial sum for results of a type. *dtype* is the user's option, which may be None."""
+    if not jnp.issubdtype(aval.dtype, jnp.floating):
+        dtype = jnp.promote_types(aval.dtype, jnp.int32) if aval.dtype == bool else aval.dtype
     elif dtype is None:
-        dtype = jnp.float32 if kind.dtype.itemsize < 4 else kind.dtype
-    number = jnp.asarray(kind.dtype.type(0).item())
-    is_weak = kind.weak_type and number.dtype == dtype
-    start = jnp.broadcast_to(number, kind.shape) if is_weak else jnp.zeros(kind.shape, dtype)
-    # Over Explicit axes the sums are of the types of the results.
-    [zeros] = apply_shardings([start], [explicit_sharding(kind)])
+        dtype = jnp.float32 if aval.dtype.itemsize < 4 else aval.dtype
+    zero = jnp.asarray(aval.dtype.type(0).item())
+    is_weak = aval.weak_type and zero.dtype == dtype
+    zeros = jnp.broadcast_to(zero, aval.shape) if is_weak else jnp.zeros(aval.shape, dtype)
+    # Over Explicit axes the sums have the types of the results.
+    [zeros] = apply_shardings([zeros], [explicit_sharding(aval)])
     return zeros
 
 
-def _reject_integers(types: Any) -> None:
-    tree = NamedTree.of(types)
-    wrong = [
-        tree.describe(i) for i, kind in enumerate(tree.leaves) if not jnp.issubdtype(kind.dtype, jnp.inexact)
+def _reject_integers(avals: Any) -> None:
+    tree = NamedTree.of(avals)
+    integers = [
+        tree.describe(i) for i, aval in enumerate(tree.leaves) if not jnp.issubdtype(aval.dtype, jnp.inexact)
     ]
-    if wrong:
+    if integers:
         raise ArgumentError(
-            f'microbatch: the result has leaves that have no mean:\n{shown_leaves(wrong)}\n'
+            'microbatch: cannot average leaves of the result that are not floating-point numbers:\n'
+            f'{shown_leaves(integers)}\n'
             "What to do: return floating-point numbers, or sums and divide them (reduce='sum')."
         )

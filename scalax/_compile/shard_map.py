@@ -1,8 +1,8 @@
-"""``jax.shard_map``, with rules in place of specs.
+"""``jax.shard_map`` with rules in place of specs.
 
-The mesh axes of ``axis_names`` are *manual*: along them the function sees blocks. The manual axes of a
-resolved spec become the spec that JAX is given; the others go into the sharding of the whole array, before
-and after.
+The mesh axes of ``axis_names`` are *manual*: along them the function sees local shards. The manual axes of a
+resolved spec become JAX's ``in_specs`` and ``out_specs``. The other axes become shardings of the global
+arrays, before and after the mapped function.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from scalax._compile.call.call_key import Call
 from scalax._compile.call.resolve_arguments import resolve_arguments
 from scalax._compile.call.signature import CallSignature
-from scalax._compile.deferred_jit import called, compiled, placed
+from scalax._compile.deferred_jit import defer_jit, jit_with_name, place_on_mesh
 from scalax._compile.tracebacks import run_user_function
 from scalax._core.context.active_helper import ActiveHelper
 from scalax._core.context.constraints import apply_shardings, has_type, retyped_mesh, use_mesh
@@ -34,7 +34,7 @@ from scalax.rules._rule_tree import RuleLike, is_rule
 
 
 class _Required:
-    """Stands for rules that have not been given: None is a rule."""
+    """The default of a required argument for rules. None cannot be the default, because it is a rule."""
 
     def __repr__(self) -> str:
         return '<required>'
@@ -43,9 +43,9 @@ class _Required:
 REQUIRED: Any = _Required()
 
 
-def require_given(**given: RuleLike) -> None:
+def reject_missing(**arguments: RuleLike) -> None:
     """Raises ArgumentError if one of these arguments is `REQUIRED`."""
-    for name in [name for name, value in given.items() if value is REQUIRED]:
+    for name in [name for name, value in arguments.items() if value is REQUIRED]:
         raise ArgumentError(f'shard_map needs {name}: a PartitionSpec, a rule, or a tree of them')
 
 
@@ -57,7 +57,7 @@ def shard_map(
     axis_names: Iterable[str] | None,
     check_vma: bool,
 ) -> Callable[..., Any]:
-    """Maps a function over blocks of its arguments, as rules cut them; *active* enters the helper."""
+    """Implements `MeshShardingHelper.shard_map`. *active* is a context manager that activates the helper."""
     if not callable(fun):
         raise ArgumentError(f'shard_map takes a function first, got {type(fun).__name__}')
     signature, helper = CallSignature(fun), active.mesh_helper
@@ -71,47 +71,47 @@ def shard_map(
         call, mesh = Call(signature, flat_args), retyped_mesh(helper.mesh)
         with use_mesh(mesh, what):
             axes = _axes_of(mesh, chosen, what)
-            shardings = _arguments(in_specs, call, axes, helper.on_indivisible)
-            leaves = _resharded(call.leaves, shardings, axes)
-            outputs: list[Any] = []
+            shardings = _argument_shardings(in_specs, call, axes, helper.on_indivisible)
+            leaves = _reshard(call.leaves, shardings, axes)
+            output_types: list[Any] = []
 
-            def body(*blocks: Any) -> tuple[Any, ...]:
+            def body(*shards: Any) -> tuple[Any, ...]:
                 with active:
-                    results = run_user_function(fun, *signature.restore(call.with_leaves(blocks)))
+                    results = run_user_function(fun, *signature.restore(call.with_leaves(shards)))
                 # Raises about leaves that are not arrays.
                 resolve(None, results, mesh, mode=ResolveMode.BOUNDARY, where=_OUTPUTS.format(name))
-                outputs.append(jax.tree.map(jax.typeof, results))
+                output_types.append(jax.tree.map(jax.typeof, results))
                 return tuple(jax.tree.leaves(results))
 
-            # Compiled, because it is traced twice: to learn what it returns, and to run. JAX finds the first
-            # trace again, so that the user's code runs once.
-            on_blocks = compiled(body, name)
+            # The body is traced twice, to determine its outputs and to run. It is jitted so that JAX finds
+            # the first trace again, and the user's code runs only once.
+            jitted_body = jit_with_name(body, name)
             mapped = functools.partial(
                 jax.shard_map,
                 mesh=mesh,
-                in_specs=tuple(axes.cut(sharding.spec) for sharding in shardings),
+                in_specs=tuple(axes.manual_spec(sharding.spec) for sharding in shardings),
                 axis_names=axes.manual,
                 check_vma=check_vma,
             )
-            jax.eval_shape(mapped(lambda *blocks: on_blocks(*blocks)[:0], out_specs=()), *leaves)
-            shardings, treedef = _outputs(out_specs, outputs[-1], axes, name)
-            cuts = tuple(axes.cut(sharding.spec) for sharding in shardings)
-            results = mapped(on_blocks, out_specs=cuts)(*leaves)
-            return treedef.unflatten(_resharded(results, shardings, axes))
+            jax.eval_shape(mapped(lambda *shards: jitted_body(*shards)[:0], out_specs=()), *leaves)
+            shardings, treedef = _output_shardings(out_specs, output_types[-1], axes, name)
+            manual_specs = tuple(axes.manual_spec(sharding.spec) for sharding in shardings)
+            results = mapped(jitted_body, out_specs=manual_specs)(*leaves)
+            return treedef.unflatten(_reshard(results, shardings, axes))
 
-    compiled_run = compiled(run, name)
+    jitted_run = jit_with_name(run, name)
 
-    def at_once(flat_args: Sequence[Any]) -> Any:
+    def run_jitted(flat_args: Sequence[Any]) -> Any:
         call, mesh = Call(signature, flat_args), retyped_mesh(helper.mesh)
         meshes.require_devices(helper.mesh, f'a call of {name}')
         with use_mesh(mesh, what):
             axes = _axes_of(mesh, chosen, what)
-            # The trace of `run` warns.
+            # With the policy 'warn', the trace of `run` gives the warning.
             policy: OnIndivisible = 'replicate' if helper.on_indivisible == 'warn' else helper.on_indivisible
-            wanted = functools.partial(_arguments, in_specs, call, axes, policy)
-            return compiled_run(placed(call, mesh, wanted))
+            resolve_shardings = functools.partial(_argument_shardings, in_specs, call, axes, policy)
+            return jitted_run(place_on_mesh(call, mesh, resolve_shardings))
 
-    return called(fun, signature.flatten, run, at_once)
+    return defer_jit(fun, signature.flatten, run, run_jitted)
 
 
 _OUTPUTS = 'the outputs of {!r} (out_specs)'
@@ -121,72 +121,74 @@ _OUTPUTS = 'the outputs of {!r} (out_specs)'
 
 
 class _Axes(NamedTuple):
-    """The axes of the mesh where a mapped function is called.
+    """The mesh of a call, and its manual axes.
 
     Attributes:
-        mesh: the mesh, with the types of axes there.
-        manual: those that are manual inside.
+        mesh: the mesh, with the axis types of the caller.
+        manual: the axes that are manual inside of the mapped function.
     """
 
     mesh: Any
     manual: frozenset[str]
 
-    def cut(self, spec: PartitionSpec) -> PartitionSpec:
-        """The manual axes of a spec."""
-        kept = partition_specs.only_axes(spec, self.manual)
+    def manual_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Returns the spec with its manual axes only."""
+        only_manual = partition_specs.only_axes(spec, self.manual)
         return partition_specs.with_entries(
-            partition_specs.only_reduction_axes(spec, self.manual), partition_specs.entries(kept)
+            partition_specs.only_reduction_axes(spec, self.manual), partition_specs.entries(only_manual)
         )
 
 
 def _axes_of(mesh: Any, chosen: Sequence[str], what: str) -> _Axes:
-    """The manual axes: those *chosen*, by default all that are free.
+    """Returns the mesh with its manual axes: the axes *chosen*, or all axes that are not manual already.
 
     Raises:
-        MeshError: there are none, or some cannot be manual.
+        MeshError: no axis is left, or some of the chosen axes are manual already.
     """
-    free = {name for name, kind in MeshAxes.of(mesh).types.items() if kind is not AxisType.Manual}
+    free = {name for name, axis_type in MeshAxes.of(mesh).types.items() if axis_type is not AxisType.Manual}
     manual = frozenset(chosen) or frozenset(free)
-    twice = sorted(manual - free)
-    if twice or not manual:
+    already_manual = ', '.join(map(repr, sorted(manual - free)))
+    if already_manual or not manual:
         raise MeshError(
             f'{what} inside shard_map: '
-            + (f'{", ".join(map(repr, twice))} is manual already' if twice else 'every axis is manual')
+            + (f'{already_manual} is manual already' if already_manual else 'every axis is manual')
             + ': call the function itself, or name axes that are not (axis_names=...)'
         )
     return _Axes(mesh, manual)
 
 
-# The shardings of the whole arrays -------------------------------------------------------------------
+# The shardings of the global arrays ------------------------------------------------------------------
 
 
-def _arguments(
+def _argument_shardings(
     in_specs: RuleLike, call: Call, axes: _Axes, on_indivisible: OnIndivisible
 ) -> list[NamedSharding]:
-    """The shardings of the arguments, leaf by leaf; where the rules leave one open, that of its type."""
+    """Returns the sharding of each leaf of the arguments, by the rules or, if they give None, by its type."""
     where = f'the arguments of {call.signature.name!r} (in_specs)'
     default = 'PartitionSpec() for replicated arguments'
     if axes.manual.issuperset(axes.mesh.axis_names):
-        on_indivisible = 'replicate'  # `_reject_uneven` raises about all of them, and says what helps
+        on_indivisible = 'replicate'  # `_reject_uneven` raises about all indivisible dimensions
     resolutions = resolve_arguments(in_specs, call, axes.mesh, 'in_specs', on_indivisible, default=default)
     _reject_uneven(resolutions, axes, where)
     types = MeshAxes.of(axes.mesh).types
     has_types = all(types[axis] is AxisType.Explicit for axis in axes.manual)
-    given = _sound(resolutions, axes, where, may_be_none=has_types)
+    shardings = _validated_shardings(resolutions, axes, where, may_be_none=has_types)
     return [
         named_sharding(axes.mesh, partition_specs.canonical(jax.typeof(leaf).sharding.spec))
-        if to is None
-        else to
-        for leaf, to in zip(call.leaves, given, strict=True)
+        if sharding is None
+        else sharding
+        for leaf, sharding in zip(call.leaves, shardings, strict=True)
     ]
 
 
-def _outputs(out_specs: RuleLike, types: Any, axes: _Axes, name: str) -> tuple[list[NamedSharding], Any]:
-    """The shardings of the outputs, leaf by leaf, and their structure.
+def _output_shardings(
+    out_specs: RuleLike, types: Any, axes: _Axes, name: str
+) -> tuple[list[NamedSharding], Any]:
+    """Returns the sharding of each leaf of the outputs, and their tree structure.
 
-    Rules see ranks only: the sizes depend on what they answer.
+    Rules see the ranks of the outputs only, because the sizes of the global arrays depend on the shardings.
     """
-    even = 2 * axes.mesh.size  # divides, and is more than one element
+    even_size = 2 * axes.mesh.size  # divides by all mesh axes, and is more than one element
     where = _OUTPUTS.format(name)
     resolution = resolve(
         out_specs,
@@ -194,19 +196,19 @@ def _outputs(out_specs: RuleLike, types: Any, axes: _Axes, name: str) -> tuple[l
         axes.mesh,
         mode=ResolveMode.BOUNDARY,
         where=where,
-        as_leaf=lambda leaf: jax.ShapeDtypeStruct((even,) * len(leaf.shape), leaf.dtype),
+        as_leaf=lambda leaf: jax.ShapeDtypeStruct((even_size,) * len(leaf.shape), leaf.dtype),
     )
-    shardings = _sound([resolution], axes, where, may_be_none=False)
+    shardings = _validated_shardings([resolution], axes, where, may_be_none=False)
     return [sharding for sharding in shardings if sharding is not None], resolution.treedef
 
 
-def _sound(
+def _validated_shardings(
     resolutions: Sequence[Resolution], axes: _Axes, where: str, *, may_be_none: bool
 ) -> list[NamedSharding | None]:
-    """The shardings of several trees, leaf by leaf.
+    """Returns the sharding of each leaf of several trees.
 
     Raises:
-        ShardingError: some arrays cannot be cut into blocks so; all such leaves are named.
+        ShardingError: some arrays cannot be split into local shards. The error lists all such leaves.
     """
     problems = []
     for resolution in resolutions:
@@ -222,7 +224,7 @@ def _sound(
 
 
 def _fault(sharding: NamedSharding, axes: _Axes) -> Fault | None:
-    """Why an array cannot be cut into blocks."""
+    """Returns why an array cannot be split into local shards, or None."""
     for entry in partition_specs.entries(sharding.spec):
         for before, after in itertools.pairwise(partition_specs.entry_axes(entry)):
             if before not in axes.manual and after in axes.manual:
@@ -250,17 +252,19 @@ _NO_BLOCKS = Fault(
 
 
 def _reject_uneven(resolutions: Sequence[Resolution], axes: _Axes, where: str) -> None:
-    """Raises about arguments that a policy would leave whole: the function is written for blocks."""
-    known, problems = MeshAxes.of(axes.mesh), []
+    """Raises about arguments that a policy would replicate, because the function expects local shards."""
+    mesh_axes, problems = MeshAxes.of(axes.mesh), []
     for resolution in resolutions:
         for i, answer in enumerate(resolution.decisions):
-            asked, shape = answer.spec or PartitionSpec(), resolution.tree.shapes[i]
-            for dim, names in spec_validation.indivisible_dims(axes.cut(asked), shape, known):
-                fault = spec_validation.divisibility_fault(dim, names, shape, known)
-                leaf, spec = resolution.tree.describe(i), partition_specs.text(asked)
+            answer_spec, shape = answer.spec or PartitionSpec(), resolution.tree.shapes[i]
+            for dim, names in spec_validation.indivisible_dims(
+                axes.manual_spec(answer_spec), shape, mesh_axes
+            ):
+                fault = spec_validation.divisibility_fault(dim, names, shape, mesh_axes)
+                leaf, spec = resolution.tree.describe(i), partition_specs.text(answer_spec)
                 problems.append(Problem(fault.kind, leaf, fault.detail, spec, answer.origin, _UNEVEN))
     if problems:
-        raise ShardingError(problems, str(known), where)
+        raise ShardingError(problems, str(mesh_axes), where)
 
 
 _UNEVEN = (
@@ -270,7 +274,7 @@ _UNEVEN = (
 
 
 def _reject_shape_dependent(name: str, out_specs: RuleLike) -> None:
-    """Raises RuleError about rules for outputs whose answers depend on more than paths."""
+    """Raises RuleError about rules for outputs whose answers depend on more than leaf paths."""
     for rule in jax.tree.leaves(out_specs, is_leaf=is_rule):
         if isinstance(rule, ShardingRule) and not looks_at_paths_only(rule):
             raise RuleError(
@@ -280,32 +284,37 @@ def _reject_shape_dependent(name: str, out_specs: RuleLike) -> None:
             )
 
 
-def _resharded(leaves: Sequence[Any], shardings: Sequence[NamedSharding], axes: _Axes) -> list[Any]:
-    """The arrays, with the requested shardings along every axis that JAX does not handle itself."""
-    wanted = [_wanted(leaf, sharding, axes) for leaf, sharding in zip(leaves, shardings, strict=True)]
-    return apply_shardings([*leaves], wanted)
+def _reshard(leaves: Sequence[Any], shardings: Sequence[NamedSharding], axes: _Axes) -> list[Any]:
+    """Reshards global arrays along the axes that ``jax.shard_map`` does not handle."""
+    targets = [_target(leaf, sharding, axes) for leaf, sharding in zip(leaves, shardings, strict=True)]
+    return apply_shardings([*leaves], targets)
 
 
-def _wanted(leaf: Any, sharding: NamedSharding, axes: _Axes) -> NamedSharding | None:
-    """The sharding to apply: the type over Explicit axes, and the axes that are not manual."""
+def _target(leaf: Any, sharding: NamedSharding, axes: _Axes) -> NamedSharding | None:
+    """Returns the sharding to apply to a global array, or None if ``jax.shard_map`` applies all of it.
+
+    It is needed over Explicit axes, where it is part of the type, and over axes that are not manual.
+    """
     spec, types = sharding.spec, axes.mesh.axis_types
-    own = {*partition_specs.spec_axes(spec), *spec.unreduced, *spec.reduced} - axes.manual
-    if not own and AxisType.Explicit not in types:
+    not_manual = {*partition_specs.spec_axes(spec), *spec.unreduced, *spec.reduced} - axes.manual
+    if not not_manual and AxisType.Explicit not in types:
         return None
-    kind = jax.typeof(leaf)
-    # Along Auto axes that are not manual, the compiler decides what the spec leaves open.
+    type_spec = jax.typeof(leaf).sharding.spec
+    # Along Auto axes that are not manual, the compiler shards the dimensions that the spec leaves open.
     free = partition_specs.UNCONSTRAINED if AxisType.Auto in types else ()
-    wanted: list[Any] = []
-    for entry, has in itertools.zip_longest(
-        partition_specs.entries(spec), partition_specs.entries(kind.sharding.spec)
+    target: list[Any] = []
+    for entry, type_entry in itertools.zip_longest(
+        partition_specs.entries(spec), partition_specs.entries(type_spec)
     ):
         names = partition_specs.entry_axes(entry)
-        if own.isdisjoint(names):
+        if not_manual.isdisjoint(names):
             names += tuple(
-                a for a in partition_specs.entry_axes(has) if a not in axes.manual and a not in own
+                axis
+                for axis in partition_specs.entry_axes(type_entry)
+                if axis not in axes.manual and axis not in not_manual
             )
-        wanted.append(names or free)
-    typed = partition_specs.with_entries(spec, [() if entry is free else entry for entry in wanted])
-    if not own and has_type(leaf, axes.mesh, typed):
+        target.append(names or free)
+    typed = partition_specs.with_entries(spec, [() if entry is free else entry for entry in target])
+    if not not_manual and has_type(leaf, axes.mesh, typed):
         return None
-    return sharding.update(spec=partition_specs.with_entries(spec, wanted))
+    return sharding.update(spec=partition_specs.with_entries(spec, target))

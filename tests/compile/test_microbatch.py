@@ -352,7 +352,7 @@ ERRORS = {
     'a mean of counts': (
         lambda: microbatch(lambda x: (x > 0).sum(), 2, batch=0)(ROWS),
         ArgumentError,
-        'microbatch: the result has leaves that have no mean:\n'
+        'microbatch: cannot average leaves of the result that are not floating-point numbers:\n'
         '  (the leaf itself): int32[]\n'
         "What to do: return floating-point numbers, or sums and divide them (reduce='sum').",
     ),
