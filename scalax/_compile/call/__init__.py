@@ -1,3 +1,3 @@
-"""Calls of users' functions: their signatures, the shardings that rules give their arguments, and
-the errors where arguments are placed otherwise.
+"""One call of a user's function: its signature, its key, the shardings of its arguments, their placement,
+and the errors about arguments with other shardings.
 """

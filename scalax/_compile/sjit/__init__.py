@@ -9,8 +9,8 @@ call, and `program_table` the compiled programs.
                 |                   `- raises -- explain_or_retry -- a better error
                 | none yet                              | wrong program
                 `---- dispatch -------------------------'
-                         `-- read -- find -- trace -- build -- place -- run -- outputs
-                                       `-- known key ------------'
+                         `-- resolve -- find -- trace -- build -- place -- run -- outputs
+                                          `-- known key ------------'
 
 Flat arguments. `jax.jit` takes shardings, static and donated arguments by position only, so a call becomes a
 list of slots (`CallLayout`). Users call a generated function with their own parameters: Python binds the
@@ -47,8 +47,8 @@ that the user's function returned. Outputs whose types on Explicit axes differ a
 
 Devices. In a trace a mesh can be active without its devices; `jax.jit` takes devices from the shardings of
 arguments and outputs, and from constraints on a mesh with devices. With a bare spec alone, JAX would compile
-for one device and drop the spec. So if the jaxpr names the mesh (`is_on_mesh`) and no such sharding is
-certain, the outputs are constrained to the mesh with all dimensions open (`on_devices`).
+for one device and drop the spec. So if the jaxpr names the mesh (`names_mesh`) and no such sharding is
+certain, the outputs are constrained to the mesh with all dimensions open (`constrain_to_devices`).
 
 Bindings. The active helper and its bindings are a JAX user context (`jax.make_user_context`), which is part
 of the key of JAX's own trace caches. Equal active bindings share one context object, compared by identity.

@@ -1,4 +1,4 @@
-"""`sjit`, and what it returns: a function that behaves like a jitted one."""
+"""`sjit`, and the function that it returns, which behaves like a jitted function."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from scalax.rules._rule_tree import are_pure, cache_key, checked_rules
 if TYPE_CHECKING:
     from scalax._spmd.report.explain import PropagationReport
 
-Given = ParamSpec('Given')
-Rest = ParamSpec('Rest')
+Params = ParamSpec('Params')
+OtherParams = ParamSpec('OtherParams')
 Instance = TypeVar('Instance')
 Result = TypeVar('Result')
 
 
 class JitOptions(TypedDict, total=False):
-    """The options of ``jax.jit`` that `sjit` hands on."""
+    """The options of ``jax.jit`` that `sjit` passes on."""
 
     keep_unused: bool
     device: Any
@@ -58,7 +58,7 @@ class JitOptions(TypedDict, total=False):
 
 
 class SjitOptions(JitOptions, total=False):
-    """The options of `sjit` that are given by name."""
+    """The keyword-only options of `sjit`."""
 
     static_argnames: str | Iterable[str] | None
     donate_argnums: int | Iterable[int] | None
@@ -71,14 +71,14 @@ class SjitOptions(JitOptions, total=False):
 
 
 def reject_unknown_options(what: str, options: Iterable[str], known: Iterable[str]) -> None:
-    """Raises ArgumentError about options that neither *what* nor ``jax.jit`` has, and names similar ones.
+    """Raises ArgumentError about options that neither *what* nor ``jax.jit`` has, and names similar options.
 
     Args:
-        what: the function that takes the options.
-        options: the names of further options, which *what* hands on to ``jax.jit``.
-        known: the names of the options that *what* has itself.
+        what: the name of the function that takes the options.
+        options: the names of the options that *what* passes on to ``jax.jit``.
+        known: the names of the options of *what* itself.
     """
-    # Options about arguments are not handed on: *what* has them itself, or refuses them.
+    # Options about arguments are never passed on to ``jax.jit``.
     about_arguments = {field.name for field in dataclasses.fields(Options)}
     names = dict.fromkeys([*known, *sorted(jit_options() - about_arguments)])
     if unknown := [option for option in options if option not in names]:
@@ -87,36 +87,37 @@ def reject_unknown_options(what: str, options: Iterable[str], known: Iterable[st
         raise ArgumentError(f'{what} has no option {listed}')
 
 
-class SjitFunction(functools.partial[Result], Generic[Given, Result]):
-    """A function made by `MeshShardingHelper.sjit`: called like the user's, compiled for a mesh.
+class SjitFunction(functools.partial[Result], Generic[Params, Result]):
+    """A function made by `MeshShardingHelper.sjit`: called like the user's function, compiled for a mesh.
 
     It has the name, documentation and signature of the user's function, which is its ``__wrapped__``, and
-    may be a method. Every method below takes the arguments of a call. It is pickled as ``jax.jit`` functions
-    are: as the user's function, the helper and the options.
+    may be a method. Every method below takes the arguments of a call. Pickling stores the user's function,
+    the helper and the options, as for functions of ``jax.jit``.
     """
 
     # A partial of the generated caller, because Python calls partials faster than any class with a
-    # ``__call__``. Its own attributes are slots: libraries copy ``__dict__`` to the functions that they make
-    # of this one.
-    __slots__ = ('_dispatcher', '_given')
+    # ``__call__``. Its attributes are slots, because libraries copy ``__dict__`` to functions that they
+    # derive from this one.
+    __slots__ = ('_definition', '_dispatcher')
 
-    _given: tuple[MeshOwner, Callable[..., Any], Mapping[str, Any]]
+    _definition: tuple[MeshOwner, Callable[..., Any], Mapping[str, Any]]  # the arguments of `sjit`
     _dispatcher: Dispatcher
     __name__: str
     __qualname__: str
-    __wrapped__: Callable[Given, Result]
+    __wrapped__: Callable[Params, Result]
 
-    if TYPE_CHECKING:  # at run time it is the partial's, because another one would cost more
+    if TYPE_CHECKING:  # at run time, the `__call__` of the partial is faster than a Python function
 
-        def __call__(self, /, *args: Given.args, **kwargs: Given.kwargs) -> Result: ...
+        def __call__(self, /, *args: Params.args, **kwargs: Params.kwargs) -> Result: ...
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> Self: ...
-    # A method; else an attribute that a class declares, whose first parameter is no instance of it.
+    # The first overload below is for methods. The second is for functions in attributes of a class, whose
+    # first parameter is not an instance of the class.
     @overload
     def __get__(
-        self: SjitFunction[Concatenate[Instance, Rest], Result], instance: Instance, owner: Any = None
-    ) -> SjitFunction[Rest, Result]: ...
+        self: SjitFunction[Concatenate[Instance, OtherParams], Result], instance: Instance, owner: Any = None
+    ) -> SjitFunction[OtherParams, Result]: ...
     @overload
     def __get__(self, instance: object, owner: Any = None) -> Self: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -132,12 +133,14 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         return self
 
     def __reduce__(self) -> Any:
-        helper, fun, options = self._given
+        helper, fun, options = self._definition
         return functools.partial(sjit, **options), (helper, fun)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """``jax.jit(...).lower``: arrays, ShapeDtypeStructs, types (``jax.typeof``) and other objects with a
-        shape and a dtype in.
+        """Lowers the function for a call, as ``jax.jit(...).lower`` does.
+
+        Arguments may be arrays, ShapeDtypeStructs, types (``jax.typeof``), and other objects with a shape and
+        a dtype.
 
         Returns:
             A ``jax.stages.Lowered``.
@@ -145,25 +148,25 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, /, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """``jax.jit(...).trace``: ``jax.stages.Traced`` out."""
+        """Traces the function for a call, as ``jax.jit(...).trace`` does. Takes the arguments of `lower`."""
         flat_args = self._flatten(args, kwargs)
-        program, entry, placed = self._dispatcher.prepare(flat_args)
+        program, entry, placed_args = self._dispatcher.prepare(flat_args)
         with self._dispatcher.args_placed:
-            if len(args) == len(placed):  # calls find what is compiled of this
-                return program.jitted.trace(*placed)
-            typed = Call(self._dispatcher.signature, placed)
-            return _trace_as_called(program, typed, entry.argument_shardings, len(args), list(kwargs))
+            if len(args) == len(placed_args):  # later calls use the program that is compiled from this trace
+                return program.jitted.trace(*placed_args)
+            typed = Call(self._dispatcher.signature, placed_args)
+            return _trace_as_user_call(program, typed, entry.argument_shardings, len(args), list(kwargs))
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
-        """The outputs as ``jax.ShapeDtypeStruct``; nothing is computed."""
-        program, _, placed = self._dispatcher.prepare(self._flatten(args, kwargs))
+        """Returns the outputs of a call as ``jax.ShapeDtypeStruct``, without running it."""
+        program, _, placed_args = self._dispatcher.prepare(self._flatten(args, kwargs))
         with self._dispatcher.args_placed:
-            return program.jitted.eval_shape(*placed)
+            return program.jitted.eval_shape(*placed_args)
 
     def explain_propagation(self, /, *args: Any, **kwargs: Any) -> PropagationReport:
-        """How a call is partitioned along the mesh axes of its batch: every collective, and its reason.
+        """Reports how a call is partitioned along its batch: every collective, with its reason.
 
-        docs/partitioning.md describes the report.
+        The call is not run. docs/partitioning.md describes the report.
 
         Example:
             >>> import jax.numpy as jnp
@@ -178,10 +181,12 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         return self._dispatcher.explain_propagation(self._flatten(args, kwargs))
 
     def shardings_for(self, /, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], Any]:
-        """The shardings of a call without running it: (inputs, outputs).
+        """Returns the shardings of the inputs and of the outputs of a call, without running it.
 
-        The inputs are one tree for each argument given that is not static, in the order of the
-        parameters; leaves are NamedShardings, or None where the compiler decides.
+        Returns:
+            A pair (inputs, outputs). The inputs are a tuple with one tree for each argument of the call that
+            is not static, in the order of the parameters. Leaves are NamedShardings, or None where the
+            compiler chooses the sharding.
         """
         flat_args = self._flatten(args, kwargs)
         _, entry, _ = self._dispatcher.prepare(flat_args)
@@ -194,18 +199,21 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         return inputs, entry.out_tree.unflatten(entry.output_shardings or ())
 
     def get_jitted_function_by_args(self, /, *args: Any, **kwargs: Any) -> Self:
-        """This function, after a check of the arguments; JAX takes it as one of ``jax.jit``."""
+        """Checks the arguments of a call and returns this function, which JAX accepts as a jitted one."""
         self._dispatcher.prepare(self._flatten(args, kwargs))
         return self
 
     def clear_cache(self) -> None:
-        """Forgets everything traced and compiled."""
+        """Discards all traces and compiled programs."""
         for program in list(self._dispatcher.programs.values()):
             program.jitted.clear_cache()
         self._dispatcher.clear()
 
     def _flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The slots of a call that is not run, with structs for objects that have a shape and a dtype."""
+        """Returns the flat arguments of a call that is not run.
+
+        Objects with a shape and a dtype that are not arrays become structs.
+        """
         flat_args = self._dispatcher.signature.flatten(args, kwargs)
         call = Call(self._dispatcher.signature, flat_args)
         leaves = [*map(as_struct, call.leaves)]
@@ -214,9 +222,11 @@ class SjitFunction(functools.partial[Result], Generic[Given, Result]):
         return tuple(call.with_leaves(leaves))
 
 
-def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitFunction[Given, Result]:
-    """Compiles a function with shardings that rules give; *given* are the fields of `Options`."""
-    options = Options(**given)
+def sjit(
+    helper: MeshOwner, fun: Callable[Params, Result], **option_fields: Any
+) -> SjitFunction[Params, Result]:
+    """Implements `MeshShardingHelper.sjit`. *option_fields* are the fields of `Options`."""
+    options = Options(**option_fields)
     if not callable(fun):
         raise ArgumentError(
             f'sjit takes a function first, got {type(fun).__name__}: write '
@@ -228,11 +238,11 @@ def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitF
         donated=(options.donate_argnums, options.donate_argnames),
         batch=(options.batch_argnums, options.batch_argnames),
     )
-    own: dict[str, Any] = {}
+    checked: dict[str, Any] = {}
     for what in ('in_shardings', 'args_sharding_constraint', 'out_shardings'):
         rules = getattr(options, what)
         if rules is not None:
-            own[what] = checked_rules(rules, f'{what} of {signature.name}')
+            checked[what] = checked_rules(rules, f'{what} of {signature.name}')
             if what != 'out_shardings':
                 signature.reject_unknown_names(rules, what)
     if options.on_mismatch not in ('error', 'reshard'):
@@ -242,14 +252,15 @@ def sjit(helper: MeshOwner, fun: Callable[Given, Result], **given: Any) -> SjitF
             f"pipeline is Pipeline('stage', num_microbatches=8) or None, got {options.pipeline!r}"
         )
     checked_partitioning(options.partitioning)
-    jax.jit(lambda: None, **options.jit_kwargs)  # raises about wrong options here, and not at a call
-    own['annotation_shardings'] = checked_bindings(options.annotation_shardings)
-    # The caller may change lists and dicts of rules later, and others may share this state.
-    dispatcher = dispatcher_of(helper, fun, signature, dataclasses.replace(options, **own))
-    function: SjitFunction[Given, Result] = SjitFunction(
+    jax.jit(lambda: None, **options.jit_kwargs)  # raises about invalid options now rather than at a call
+    checked['annotation_shardings'] = checked_bindings(options.annotation_shardings)
+    # The checked rules are copies, because the caller may change lists and dicts of rules later, and other
+    # functions may share the dispatcher.
+    dispatcher = dispatcher_of(helper, fun, signature, dataclasses.replace(options, **checked))
+    function: SjitFunction[Params, Result] = SjitFunction(
         copy_metadata(generate_caller(signature, dispatcher), fun, signature.name)
     )
-    function._dispatcher, function._given = dispatcher, (helper, fun, given)
+    function._dispatcher, function._definition = dispatcher, (helper, fun, option_fields)
     copy_metadata(function, fun, signature.name)
     return function
 
@@ -260,7 +271,7 @@ def copy_metadata(call: Any, fun: Callable[..., Any], name: str) -> Any:
     if not hasattr(fun, '__name__'):
         call.__name__ = call.__qualname__ = name
     for attribute, value in getattr(fun, '__dict__', {}).items():
-        # Methods that sjit, jax.jit and others put there belong to their function, and not to this one.
+        # Methods such as ``lower``, which jax.jit puts there, belong to the user's function only.
         if not hasattr(SjitFunction, attribute):
             call.__dict__[attribute] = value
     call.__wrapped__ = fun
@@ -268,19 +279,19 @@ def copy_metadata(call: Any, fun: Callable[..., Any], name: str) -> Any:
 
 
 def helper_of(function: Any) -> MeshOwner | None:
-    """The helper that made an `SjitFunction`; None for anything else."""
+    """Returns the helper that made an `SjitFunction`, or None for any other object."""
     return function._dispatcher.helper if isinstance(function, SjitFunction) else None
 
 
 def call_of(function: SjitFunction[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """A call of a function, with its leaves."""
+    """Returns a call of a function as a `Call`."""
     return Call(function._dispatcher.signature, function._flatten(args, kwargs))
 
 
 def argument_shardings(
     function: SjitFunction[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Shardings:
-    """The shardings that rules give the leaves of a call."""
+    """Returns the shardings that rules give the leaves of a call."""
     _, entry, _ = function._dispatcher.prepare(function._flatten(args, kwargs))
     return entry.argument_shardings
 
@@ -288,23 +299,26 @@ def argument_shardings(
 def with_options(
     function: SjitFunction[..., Any],
     helper: MeshOwner,
-    change: Callable[..., Any] | None = None,
+    transform: Callable[..., Any] | None = None,
     **options: Any,
 ) -> SjitFunction[..., Any]:
-    """The user's function of an `SjitFunction`, or a function in its place, with some other options.
+    """Returns an `SjitFunction` for another helper, with some other options.
 
     Args:
-        function: the function.
+        function: the original function.
         helper: the helper.
-        change: from the user's function to one with the same parameters.
-        options: options of `sjit` in place of those that *function* was made with.
+        transform: maps the user's function to another function with the same parameters.
+        options: the options of `sjit` that differ from the options of *function*.
     """
-    _, fun, given = function._given
-    return sjit(helper, fun if change is None else change(fun), **{**given, **options})
+    _, fun, original_options = function._definition
+    return sjit(helper, fun if transform is None else transform(fun), **{**original_options, **options})
 
 
 def argument_names(function: Any, args: Sequence[Any]) -> list[str] | None:
-    """The names of the positional arguments that are not static; None for anything but an `SjitFunction`."""
+    """Returns the names of the positional arguments that are not static.
+
+    Returns None for any object but an `SjitFunction`.
+    """
     if not isinstance(function, SjitFunction):
         return None
     signature = function._dispatcher.signature
@@ -313,14 +327,17 @@ def argument_names(function: Any, args: Sequence[Any]) -> list[str] | None:
 
 
 def pipelines_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pipelines | None:
-    """The pipelines of a call; None without, and for anything but an `SjitFunction`."""
+    """Returns the pipelines of a call, or None if it has none or the function is not an `SjitFunction`."""
     if not isinstance(function, SjitFunction):
         return None
     return function._dispatcher.prepare(function._flatten(args, kwargs))[1].pipelines
 
 
 def partitioned_step(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PartitionedStep | None:
-    """The step on blocks of a call; None if it is not partitioned, and for anything but an `SjitFunction`."""
+    """Returns the partitioned step of a call.
+
+    Returns None if the call is not partitioned, or the function is not an `SjitFunction`.
+    """
     if not isinstance(function, SjitFunction):
         return None
     step = function._dispatcher.prepare(function._flatten(args, kwargs))[1].partitioned
@@ -336,24 +353,26 @@ _dispatchers: weakref.WeakKeyDictionary[
 def dispatcher_of(
     helper: MeshOwner, fun: Callable[..., Any], signature: CallSignature, options: Options
 ) -> Dispatcher:
-    """The state of *fun* with these options: a known one where it can be shared, or a new one."""
-    key = _key(fun, signature, options)
+    """Returns the dispatcher of *fun* with these options, from a cache if it can be shared."""
+    key = _dispatcher_key(fun, signature, options)
     if key is None:
         return Dispatcher(helper, fun, signature, options)
     functions = _dispatchers.setdefault(helper, weakref.WeakKeyDictionary())
-    kept = functions.setdefault(fun, LRUCache())
-    return kept.get(key) or kept.add(key, Dispatcher(helper, fun, signature, options))
+    dispatchers = functions.setdefault(fun, LRUCache())
+    return dispatchers.get(key) or dispatchers.add(key, Dispatcher(helper, fun, signature, options))
 
 
-def _key(fun: Callable[..., Any], signature: CallSignature, options: Options) -> Any:
-    """The cache key of the state of one function; None if it cannot be shared."""
-    kind: Any = type(fun)
-    if kind.__eq__ is not object.__eq__ or not kind.__weakrefoffset__:
-        return None  # found by equality, and an equal function may close over other data and be freed first
+def _dispatcher_key(fun: Callable[..., Any], signature: CallSignature, options: Options) -> Any:
+    """Returns the cache key of a function's dispatcher, or None if it cannot be shared."""
+    function_type: Any = type(fun)
+    if function_type.__eq__ is not object.__eq__ or not function_type.__weakrefoffset__:
+        # The cache finds functions by equality. An equal function may close over other data, and may be freed
+        # first.
+        return None
     bindings = options.annotation_shardings
     rules = (options.in_shardings, options.out_shardings, options.args_sharding_constraint, bindings)
     if not are_pure(rules):
-        return None  # rules that are not pure are asked anew by each sjit
+        return None  # each sjit function asks rules that are not pure
     key = (
         signature.key,
         hashable(cache_key(rules)),
@@ -369,34 +388,37 @@ def _key(fun: Callable[..., Any], signature: CallSignature, options: Options) ->
     return key
 
 
-def _trace_as_called(
-    program: Program, call: Call, shardings: Shardings, count: int, names: Sequence[str]
+def _trace_as_user_call(
+    program: Program, call: Call, shardings: Shardings, num_positional: int, names: Sequence[str]
 ) -> jax.stages.Traced:
-    """Traces a program so that JAX's stages take arguments and keywords as the user writes them.
+    """Traces a program so that the compiled function takes arguments and keywords as the user wrote them.
 
-    A program takes flat arguments. JAX takes no ``in_shardings`` where there are keywords, so its arguments
-    have shardings themselves.
+    A program takes flat arguments. JAX does not support ``in_shardings`` for calls with keywords, so the
+    arguments of the trace carry the shardings instead.
 
     Args:
         program: the program.
         call: the call.
-        shardings: those of the leaves of the call.
-        count: how many arguments were given by position.
-        names: which were given by name.
+        shardings: the shardings of the leaves of the call.
+        num_positional: the number of arguments that the user passed by position.
+        names: the names of the arguments that the user passed by keyword.
     """
     signature = call.signature
 
-    def as_called(*args: Any, **keywords: Any) -> Any:
+    def user_call(*args: Any, **keywords: Any) -> Any:
         return program.flat_function(*signature.flatten(args, keywords))
 
-    as_called.__name__ = as_called.__qualname__ = signature.name
-    as_called.__dict__['__signature__'] = signature.python_signature
-    as_called.__dict__['__wrapped__'] = program.flat_function
+    user_call.__name__ = user_call.__qualname__ = signature.name
+    user_call.__dict__['__signature__'] = signature.python_signature
+    user_call.__dict__['__wrapped__'] = program.flat_function
     typed, leaves = list(call.flat_args), call.by_slot(call.leaves)
-    for slot, each in call.by_slot(shardings).items():
-        pairs = enumerate(zip(leaves[slot], each, strict=True))
-        found = {i: to for i, (leaf, to) in pairs if to is not None and getattr(leaf, 'sharding', None) != to}
-        if found:
-            typed[slot] = retype_leaves(typed[slot], found)
-    args, keywords, options = signature.as_user_call(program.layout, typed, count, names)
-    return jax.jit(as_called, **options, **program.options).trace(*args, **keywords)
+    for slot, slot_shardings in call.by_slot(shardings).items():
+        targets = {
+            i: sharding
+            for i, (leaf, sharding) in enumerate(zip(leaves[slot], slot_shardings, strict=True))
+            if sharding is not None and getattr(leaf, 'sharding', None) != sharding
+        }
+        if targets:
+            typed[slot] = retype_leaves(typed[slot], targets)
+    args, keywords, options = signature.as_user_call(program.layout, typed, num_positional, names)
+    return jax.jit(user_call, **options, **program.options).trace(*args, **keywords)
