@@ -1,4 +1,4 @@
-"""Which values of a jaxpr depend on the batch, with its rows or without. Others are weights and constants."""
+"""Which values of a jaxpr depend on the batch. The others are weights and constants."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from scalax._jaxpr.abstract_interpreter import AbstractInterpreter
 
 
 class BatchDependence(AbstractInterpreter[bool]):
-    """The variables of a jaxpr, and of those inside it, that depend on the batch.
+    """The variables of a jaxpr, and of its inner jaxprs, that depend on the batch.
 
     Args:
         jaxpr: the jaxpr, open or closed.
-        arguments: whether each of its arguments does.
+        arguments: whether each argument of the jaxpr depends on the batch.
         definite_only: whether only definite dependence counts. An equation with an unread inner jaxpr, such
             as a kernel, may have results that ignore some operands.
 
     Attributes:
-        result_depends: whether each result of the jaxpr does.
+        result_depends: whether each result of the jaxpr depends on the batch.
     """
 
     def __init__(self, jaxpr: Any, arguments: Sequence[bool], *, definite_only: bool = False) -> None:
@@ -28,19 +28,19 @@ class BatchDependence(AbstractInterpreter[bool]):
         self.result_depends = self.eval_jaxpr(jaxpr, arguments)
 
     def __contains__(self, variable: Any) -> bool:
-        """Whether a variable depends on the batch, anywhere that its jaxpr is used."""
+        """Returns whether a variable depends on the batch in any call of its jaxpr."""
         return self.of(variable)
 
     def eval_primitive(self, name: str, equation: Any, operands: Sequence[bool]) -> Sequence[bool]:
         if name == 'shard_map':
             return self.eval_jaxpr(shard_map_jaxpr(equation)[0], operands)
-        unread = self._definite_only and any(map(is_jaxpr, param_values(equation)))
-        return [not unread] * len(equation.outvars)
+        is_unread = self._definite_only and any(map(is_jaxpr, param_values(equation)))
+        return [not is_unread] * len(equation.outvars)
 
-    def join(self, facts: Sequence[bool]) -> bool:
-        return any(facts)
+    def join(self, values: Sequence[bool]) -> bool:
+        return any(values)
 
     def control_dependence(
-        self, equation: Any, by: Callable[[], bool], results: Sequence[bool]
+        self, equation: Any, predicate: Callable[[], bool], results: Sequence[bool]
     ) -> Sequence[bool]:
-        return [True] * len(results) if by() else results
+        return [True] * len(results) if predicate() else results

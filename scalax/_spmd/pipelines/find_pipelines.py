@@ -299,9 +299,9 @@ class _Staged(rewriting.Rewriter):
         try:
             _check_effects(loop.body)
             if not all(map(is_on_device, [*equation.invars, *equation.outvars])):
-                why = 'layers keep values in the memory of the host'
+                why = 'layers offload values to host memory'
                 raise MixesExamples(
-                    equation, why, 'compute them again (jax.checkpoint) in place of offloading them'
+                    equation, why, 'recompute them (jax.checkpoint) instead of offloading them'
                 )
             try:
                 facts = rows.loop_fixpoint(equation, operands)

@@ -33,12 +33,12 @@ WITHOUT_STACKS = {
 # Their rows are sorted together, or one after the other, and a balance loss follows: it is told first. What a
 # kernel does is not known.
 _UNEVEN = (
-    'dot_general takes a sum over the batch, of which a microbatch has a part only, at experts.py:137 route'
+    'dot_general uses a batch-wide sum, but a microbatch only has a partial sum, at experts.py:137 route'
 )
 REFUSED = {
     **dict.fromkeys(('experts, sorted tokens', 'experts, sorted by row'), _UNEVEN),
     'flash attention, Pallas': (
-        'pallas_call takes examples of the batch, and what it does with them is not known, '
+        'pallas_call takes examples of the batch, and scalax does not know how it treats them, '
         'at flash.py:182 layer'
     ),
 }

@@ -109,9 +109,9 @@ def test_what_runs_often_is_there():
 
 REFUSALS = {
     'norm_of_the_batch': (
-        'sub takes a sum over the batch, of which a microbatch has a part only',
+        'sub uses a batch-wide sum, but a microbatch only has a partial sum',
         'y = y - jnp.mean(y, (0, 1))',
-        'sum within each example, or add up outside of the loop',
+        'sum within each example, or sum outside of the loop',
     ),
     'largest_of_the_batch': (
         'reduce_max mixes examples of the batch',
@@ -129,9 +129,9 @@ REFUSALS = {
         'compute it for each example alone, or outside of the loop',
     ),
     'balance_that_scales_rows': (
-        'dot_general takes a sum over the batch, of which a microbatch has a part only',
+        'dot_general uses a batch-wide sum, but a microbatch only has a partial sum',
         '@ jnp.mean(probs > 0.1',
-        'sum within each example, or add up outside of the loop',
+        'sum within each example, or sum outside of the loop',
     ),
     'one_row_after_the_other': (
         'a loop runs over the batch dimension',
@@ -139,42 +139,42 @@ REFUSALS = {
         'run it on all examples at once (jax.vmap)',
     ),
     'until_all_rows_are_small': (
-        'gt takes a sum over the batch, of which a microbatch has a part only',
+        'gt uses a batch-wide sum, but a microbatch only has a partial sum',
         'jnp.sum(x * x) > 1',
-        'sum within each example, or add up outside of the loop',
+        'sum within each example, or sum outside of the loop',
     ),
     'branch_by_the_batch': (
-        'gt takes a sum over the batch, of which a microbatch has a part only',
+        'gt uses a batch-wide sum, but a microbatch only has a partial sum',
         'jnp.mean(x) > 0',
-        'sum within each example, or add up outside of the loop',
+        'sum within each example, or sum outside of the loop',
     ),
     'rows_in_another_order': (
         'reshape reorders the batch dimension, or splits it',
         'reshape(-1, WIDTH)',
-        'keep the batch in one dimension, in front of what is merged with it',
+        'keep the batch in one dimension, in front of the dimensions that are merged with it',
     ),
     'keys_of_rows_of_another_generator': (
-        'keys of examples are of a generator that draws for all of them at once',
+        'the examples have keys of a generator that draws for all keys at once',
         'jax.random.fold_in(key, number)',
         "use keys of jax.random.key(seed, impl='threefry2x32')",
     ),
     'gamma_of_rows': (
-        'random_gamma draws for all examples of one key',
+        'random_gamma draws for all examples from one key',
         'jax.random.gamma(key',
         'use a key for each example',
     ),
     'offloaded': (
-        'layers keep values in the memory of the host',
+        'layers offload values to host memory',
         'jax.lax.scan(',
-        'compute them again (jax.checkpoint) in place of offloading them',
+        'recompute them (jax.checkpoint) instead of offloading them',
     ),
     'kernel': (
-        'pallas_call takes examples of the batch, and what it does with them is not known',
+        'pallas_call takes examples of the batch, and scalax does not know how it treats them',
         'call(jax.lax.stop_gradient(x))',
         'write it in other operations, or compute it outside of the loop',
     ),
     'callback': (
-        'pure_callback takes examples of the batch, and what it does with them is not known',
+        'pure_callback takes examples of the batch, and scalax does not know how it treats them',
         'jax.pure_callback',
         'write it in other operations, or compute it outside of the loop',
     ),
