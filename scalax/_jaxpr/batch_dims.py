@@ -2,8 +2,8 @@
 
 Each value either has a batch dimension, or is a partial sum over the batch, or is independent of the batch.
 Partial sums are added up over microbatches, so only linear operations may follow. When a batch-independent
-value is added to a partial sum, exactly one microbatch contributes it. Everything else that depends on several
-examples, such as a maximum over the batch, raises `MixesExamples`.
+value is added to a partial sum, exactly one microbatch contributes it. Everything else that depends on
+several examples, such as a maximum over the batch, raises `MixesExamples`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class MixesExamples(NotImplementedError):
 
 
 def jointly_linear_operands(equation: Any) -> Sequence[int]:
-    """Returns the indices of the operands in which an equation is jointly linear, as a sum is in its terms."""
+    """Returns the indices of the operands in which an equation is jointly linear, like a sum in its terms."""
     name = primitive_name(equation)
     return _LINEAR_IN.get(name, range(len(equation.invars)) if name in _LINEAR_IN_ALL else ())
 
