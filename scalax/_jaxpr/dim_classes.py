@@ -1,7 +1,7 @@
-"""Which dimensions of the values of a jaxpr are one: those that meet in products, sums, loops and calls.
+"""Equivalence classes of the dimensions of a jaxpr: dimensions that meet in matmuls, sums, loops and calls.
 
-The columns of one matrix that are multiplied with the rows of the next one are a dimension of the model, such
-as its width or its heads. To split one of them over a mesh axis pays if all are split.
+The columns of a matrix that are contracted with the rows of the next matrix are one dimension of the model,
+such as its width or its heads. Sharding it over a mesh axis pays off only if it is sharded in all values.
 """
 
 from __future__ import annotations
@@ -15,98 +15,100 @@ from scalax._jaxpr.abstract_interpreter import AbstractInterpreter
 from scalax._jaxpr.dim_rules import ELEMENTWISE, UNKNOWN, dim_rule, reshape_groups
 
 DimIds = tuple[int, ...]
-"""A number for each dimension of a value."""
+"""An id for each dimension of a value."""
 
 
 class UnionFind:
-    """Classes of numbers (union-find): the least number of a class stands for it."""
+    """Equivalence classes of integers. The smallest integer represents its class."""
 
     def __init__(self) -> None:
         self._parents: dict[int, int] = {}
 
-    def root(self, number: int) -> int:
-        """The number that stands for the class of this one."""
+    def root(self, member: int) -> int:
+        """Returns the representative of the class of an integer."""
         parents = self._parents
-        while (parent := parents.get(number, number)) != number:
-            parents[number] = number = parents.get(parent, parent)  # the next way is half as long
-        return number
+        while (parent := parents.get(member, member)) != member:
+            parents[member] = member = parents.get(parent, parent)  # path halving
+        return member
 
-    def unite(self, one: int, other: int) -> None:
-        """Makes one class of two."""
-        a, b = self.root(one), self.root(other)
+    def unite(self, a: int, b: int) -> None:
+        """Merges the classes of two integers."""
+        a, b = self.root(a), self.root(b)
         if a != b:
             self._parents[max(a, b)] = min(a, b)
 
 
 class DimClasses(AbstractInterpreter[DimIds]):
-    """Numbers the dimensions of values. Those that meet are in one class, with the least number of them.
+    """Assigns ids to the dimensions of all values, and unites the ids of dimensions that meet.
 
     Args:
         jaxpr: the jaxpr, open or closed.
-        shards: in how many parts a dimension would be split. Of the dimensions that a reshape merges or
-            splits, the first one is one with the result, if it divides by that.
+        num_shards: the number of shards that a dimension would have. If a reshape merges or splits
+            dimensions, the first of them stays the same dimension if the number divides its size.
 
     Attributes:
-        arguments: the numbers of the arguments of the jaxpr.
-        classes: which of the numbers are one, since their dimensions meet.
+        arguments: the ids of the dimensions of each argument of the jaxpr.
+        union_find: the classes of the ids.
     """
 
-    def __init__(self, jaxpr: Any, shards: int = 1) -> None:
+    def __init__(self, jaxpr: Any, num_shards: int = 1) -> None:
         super().__init__(bottom=())
-        self._shards, self._count = shards, itertools.count()
+        self._num_shards, self._count = num_shards, itertools.count()
         self.union_find = UnionFind()
         self.arguments = [*map(self.new_ids, open_jaxpr(jaxpr).invars)]
         self.eval_jaxpr(jaxpr, self.arguments)
 
     def new_ids(self, atom: Any) -> DimIds:
-        """The numbers of a value of which nothing is known."""
+        """Returns new ids for the dimensions of a value."""
         return tuple(itertools.islice(self._count, len(shape_of(atom))))
 
-    def require_unsharded(self, numbers: Iterable[int]) -> None:
-        """Takes note of dimensions of which all places are needed at once, or some alone are read.
+    def require_unsharded(self, ids: Iterable[int]) -> None:
+        """Records dimensions that an equation needs unsharded.
 
-        For subclasses; here it does nothing.
+        An equation needs all their elements at once, or reads single ones. This implementation does nothing.
         """
 
     def eval_equation(self, equation: Any, operands: Sequence[DimIds]) -> Sequence[DimIds]:
-        known = [found or self.new_ids(atom) for found, atom in zip(operands, equation.invars, strict=True)]
-        found = zip(super().eval_equation(equation, known), equation.outvars, strict=False)
-        # Of a stack of what nothing is known of, such as constants, nothing is known.
-        return [each if len(each) == len(shape_of(out)) else self.new_ids(out) for each, out in found]
+        operands = [ids or self.new_ids(atom) for ids, atom in zip(operands, equation.invars, strict=True)]
+        results = zip(super().eval_equation(equation, operands), equation.outvars, strict=False)
+        # Constants have no ids, and the stack of a constant has too few.
+        return [ids if len(ids) == len(shape_of(var)) else self.new_ids(var) for ids, var in results]
 
     def eval_primitive(self, name: str, equation: Any, operands: Sequence[DimIds]) -> Sequence[DimIds]:
-        if name in ELEMENTWISE and len(equation.outvars) == 1:  # most equations, and no rule has to be asked
-            alike = [found for found in operands if len(found) == len(shape_of(equation.outvars[0]))]
-            return [tuple(map(self._united, zip(*alike, strict=True)))] if len(alike) > 1 else alike
-        dims, results = dim_rule(equation), [*map(self.new_ids, equation.outvars)]
-        if dims is UNKNOWN:
+        if name in ELEMENTWISE and len(equation.outvars) == 1:  # a fast path for most equations
+            same_rank = [ids for ids in operands if len(ids) == len(shape_of(equation.outvars[0]))]
+            return (
+                [tuple(map(self._unite, zip(*same_rank, strict=True)))] if len(same_rank) > 1 else same_rank
+            )
+        rule, results = dim_rule(equation), [*map(self.new_ids, equation.outvars)]
+        if rule is UNKNOWN:
             self.require_unsharded(itertools.chain(*operands, *results))
             return results
         if name == 'reshape':
-            return [self._reshaped(equation, operands[0], results[0])]
-        sizes = [*map(shape_of, equation.invars)]
-        for pair in dims.reduced:
-            self._united([operands[place][dim] for place, dim in pair])
-        # Products and reductions sum over dimensions, and a lookup takes places of them: all of that splits.
-        used = {place for sources in dims.reduced for place in sources}
-        for result, (out, sources) in enumerate(zip(equation.outvars, dims.results, strict=True)):
-            mine = [*results[result]]
-            for i, (size, places) in enumerate(zip(shape_of(out), sources, strict=True)):
-                same = [(place, dim) for place, dim in places if sizes[place][dim] == size]
-                used.update(same)
-                if same:
-                    mine[i] = self._united([operands[place][dim] for place, dim in same])
-                elif places:
-                    self.require_unsharded([mine[i]])
-            results[result] = tuple(mine)
+            return [self._reshape(equation, operands[0], results[0])]
+        shapes = [*map(shape_of, equation.invars)]
+        for group in rule.reduced:
+            self._unite([operands[operand][dim] for operand, dim in group])
+        # Contracted, reduced and gathered dimensions may be sharded.
+        shardable = {operand_dim for group in rule.reduced for operand_dim in group}
+        for i, (var, result_sources) in enumerate(zip(equation.outvars, rule.results, strict=True)):
+            result_ids = [*results[i]]
+            for j, (size, sources) in enumerate(zip(shape_of(var), result_sources, strict=True)):
+                same_size = [(operand, dim) for operand, dim in sources if shapes[operand][dim] == size]
+                shardable.update(same_size)
+                if same_size:
+                    result_ids[j] = self._unite([operands[operand][dim] for operand, dim in same_size])
+                elif sources:
+                    self.require_unsharded([result_ids[j]])
+            results[i] = tuple(result_ids)
         if name != 'gather':
-            every = (
-                (place, dim)
-                for place, shape in enumerate(sizes)
+            operand_dims = (
+                (operand, dim)
+                for operand, shape in enumerate(shapes)
                 for dim, size in enumerate(shape)
                 if size > 1
             )
-            self.require_unsharded([operands[place][dim] for place, dim in every if (place, dim) not in used])
+            self.require_unsharded([operands[i][dim] for i, dim in operand_dims if (i, dim) not in shardable])
         return results
 
     def element_of(self, stack: DimIds) -> DimIds:
@@ -114,30 +116,32 @@ class DimClasses(AbstractInterpreter[DimIds]):
         return stack[1:]
 
     def stack_of(self, element: DimIds) -> DimIds:
-        rounds = next(self._count)
-        self.require_unsharded([rounds])
-        return (rounds, *element)
+        stacked_id = next(self._count)
+        self.require_unsharded([stacked_id])
+        return (stacked_id, *element)
 
-    def join(self, facts: Sequence[DimIds]) -> DimIds:
-        """Values that are one: so are their dimensions."""
-        return tuple(map(self._united, zip(*filter(None, facts), strict=True)))
+    def join(self, values: Sequence[DimIds]) -> DimIds:
+        return tuple(map(self._unite, zip(*filter(None, values), strict=True)))
 
-    def _united(self, numbers: Sequence[int]) -> int:
-        """The least of numbers whose dimensions are one."""
-        least = first = numbers[0]
-        for number in numbers:
-            if number != first:
-                self.union_find.unite(first, number)
-                least = min(least, number)
-        return least
+    def _unite(self, ids: Sequence[int]) -> int:
+        """Unites the classes of some ids, and returns the smallest of the ids."""
+        smallest = first = ids[0]
+        for other in ids:
+            if other != first:
+                self.union_find.unite(first, other)
+                smallest = min(smallest, other)
+        return smallest
 
-    def _reshaped(self, equation: Any, known: DimIds, new: DimIds) -> DimIds:
-        """The dimensions of a reshape: of those that it merges or splits the first ones are one."""
-        operand, out = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
-        found, left = [*new], {*range(len(known))}
-        for (merged, *_), (split, *_) in reshape_groups(equation):
-            if operand[merged] % self._shards == out[split] % self._shards == 0:
-                found[split] = known[merged]
-                left.discard(merged)
-        self.require_unsharded([known[dim] for dim in left])
-        return tuple(found)
+    def _reshape(self, equation: Any, operand_ids: DimIds, new_ids: DimIds) -> DimIds:
+        """Returns the ids of the result of a reshape.
+
+        The first dimension of a merged group is the first dimension of the group that it is split into.
+        """
+        old_shape, new_shape = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+        result_ids, unmatched = [*new_ids], {*range(len(operand_ids))}
+        for (old_dim, *_), (new_dim, *_) in reshape_groups(equation):
+            if old_shape[old_dim] % self._num_shards == new_shape[new_dim] % self._num_shards == 0:
+                result_ids[new_dim] = operand_ids[old_dim]
+                unmatched.discard(old_dim)
+        self.require_unsharded([operand_ids[dim] for dim in unmatched])
+        return tuple(result_ids)

@@ -1,4 +1,4 @@
-"""The sharding of a value by dimension: for each dimension the mesh axes that shard it."""
+"""`DimSharding`: the mesh axes that shard each dimension of a value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from scalax._core.pytree.partition_specs import entries, entry_axes
 
 DimSharding = tuple[tuple[str, ...], ...]
-"""For each dimension the mesh axes that shard it, or other marks; `UNSHARDED` if no dimension has any."""
+"""For each dimension the mesh axes that shard it, or other labels; `UNSHARDED` if no dimension has any."""
 
 UNSHARDED: DimSharding = ()
 
@@ -34,12 +34,12 @@ def of_sharding(sharding: NamedSharding | None, ndim: int) -> DimSharding:
 
 
 def merged(shardings: Iterable[DimSharding], ndim: int) -> DimSharding:
-    """Returns a sharding that has of each dimension the first mesh axes that any of *shardings* has there.
+    """Merges shardings: each dimension is sharded as in the first sharding that shards it.
 
     Shardings of values with another number of dimensions than *ndim* are ignored.
     """
-    fitting = [sharding for sharding in shardings if len(sharding) == ndim]
-    return _canonical(next(filter(None, dims), ()) for dims in zip(*fitting, strict=True))
+    same_ndim = [sharding for sharding in shardings if len(sharding) == ndim]
+    return _canonical(next(filter(None, dims), ()) for dims in zip(*same_ndim, strict=True))
 
 
 def axes_of(sharding: Iterable[tuple[str, ...]]) -> set[str]:
@@ -48,10 +48,10 @@ def axes_of(sharding: Iterable[tuple[str, ...]]) -> set[str]:
 
 
 def without(sharding: DimSharding, axes: Container[str]) -> DimSharding:
-    """Returns a sharding less some mesh axes."""
+    """Returns a sharding without some mesh axes."""
     return _canonical(tuple([axis for axis in dim if axis not in axes]) for dim in sharding)
 
 
 def only_along(sharding: DimSharding, axes: frozenset[str]) -> DimSharding:
-    """Returns the dimensions of a sharding that some of the mesh axes shard, with all axes of these."""
+    """Returns a sharding with only the dimensions that any of some mesh axes shards."""
     return _canonical(dim if axes.intersection(dim) else () for dim in sharding)

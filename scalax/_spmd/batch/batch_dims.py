@@ -32,7 +32,7 @@ class _Numbered(DimClasses):
         self._pairs: dict[tuple[DimIds, DimIds], DimIds] = {}
         super().__init__(jaxpr, blocks)
 
-    def _run(self, jaxpr: Any, arguments: Sequence[DimIds]) -> list[DimIds]:
+    def _eval_equations(self, jaxpr: Any, arguments: Sequence[DimIds]) -> list[DimIds]:
         if (run := self._runs.get(id(jaxpr))) is not None:
             # Wherever a jaxpr is used its values have the same dimensions.
             for before, numbers in zip(run[0], arguments, strict=True):
@@ -77,11 +77,11 @@ class _Numbered(DimClasses):
             self._pairs[pair] = self.join(pair)
         return self._pairs[pair]
 
-    def _reshaped(self, equation: Any, known: DimIds, new: DimIds) -> DimIds:
-        result = super()._reshaped(equation, known, new)
+    def _reshape(self, equation: Any, known: DimIds, new: DimIds) -> DimIds:
+        result = super()._reshape(equation, known, new)
         shape = shape_of(equation.outvars[0])
         for old, split in reshape_groups(equation):
-            dim = sharded_part(split, shape, self._shards)
+            dim = sharded_part(split, shape, self._num_shards)
             if dim is not None and result[split[0]] == new[split[0]]:
                 self.splits.append((tuple([known[x] for x in old]), result[dim]))
         return result

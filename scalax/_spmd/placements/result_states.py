@@ -111,7 +111,7 @@ class _Distances(AbstractInterpreter[Distances]):
         self._joined: dict[tuple[Distances, ...], Distances] = {}
         self._farther: dict[Distances, Distances] = {}
 
-    def _run(self, jaxpr: Any, arguments: Sequence[Distances]) -> list[Distances]:
+    def _eval_equations(self, jaxpr: Any, arguments: Sequence[Distances]) -> list[Distances]:
         distances_by_id = {
             id(var): distances for var, distances in zip(jaxpr.invars, arguments, strict=True) if distances
         }
