@@ -44,7 +44,7 @@ class Threads:
 def errors(monkeypatch, calls):
     """The error that each process gets."""
     threads = Threads()
-    monkeypatch.setattr(agreement, 'collectives', threads)
+    monkeypatch.setattr(agreement, 'process_collectives', threads)
 
     def run(number):
         threads.here.number = number
