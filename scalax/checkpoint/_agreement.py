@@ -127,7 +127,7 @@ def common_damage(mesh: Mesh, look: Callable[[tuple[int, int]], list[str]]) -> l
     processes = process_collectives.processes_of(mesh)
     with all_or_none(mesh, 'the files of a step'):
         try:
-            wrong = look((processes.here, len(processes.indices)))
+            wrong = look((processes.position, len(processes.indices)))
         except OSError as error:
             wrong = [f'it cannot be read: {error}']
     return list(dict.fromkeys(itertools.chain(*process_collectives.gather_json(mesh, wrong[:10]))))

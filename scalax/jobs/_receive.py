@@ -93,7 +93,7 @@ def receive(
     if processes.is_multiprocess:
         job = process_collectives.broadcast_bytes(mesh, 0, job.encode()).decode()
     join = {'asks': 'join', 'job': job, 'seconds': wait}
-    join |= {'receiver': processes.here, 'receivers': len(processes.indices)}
+    join |= {'receiver': processes.position, 'receivers': len(processes.indices)}
     with contextlib.ExitStack() as connections:
         texts: list[tuple[str, str]] = []
         error: Exception | None = None

@@ -197,8 +197,8 @@ def check_meshes_of_some_processes() -> None:
     theirs = [device for device in jax.devices() if device.process_index == other]
     there = MeshShardingHelper([-1], ['data'], devices=theirs)
     message = (
-        f'this is process {me()}, and the mesh has devices of these processes only: {other}. Call this on '
-        'those processes, or make the mesh of devices of all'
+        f'process {me()} has no devices in this mesh (its devices belong to processes {other}). Call this on '
+        'those processes only, or make the mesh from devices of all processes'
     )
     for call in (
         lambda: there.local_data_to_global_array(np.arange(8)),
@@ -265,7 +265,7 @@ def check_numpy_arrays_of_a_compiled_function() -> None:
 def check_nothing_is_communicated_without_need() -> None:
     helper = MeshShardingHelper([-1, 2], ['data', 'tp'])
     width = itertools.count(11)  # shapes that nothing was compiled for
-    process_collectives._given = itertools.count(1)  # a wait for simulated devices is a program too
+    process_collectives._queue_calls = itertools.count(1)  # a wait for simulated devices is a program too
 
     def fresh(rows: int) -> dict[str, Any]:
         return {'x': np.zeros((rows, next(width))), 'step': 1}
@@ -604,7 +604,7 @@ def check_rows_of_arrays_sharded_along_other_axes() -> None:
     with raises(
         'global arrays have no local share along axis 0:\n'
         f'  (the leaf itself): int32[3, 8]: 3 examples do not divide by {count()} processes; '
-        "local_batch='addressable' gives those that the devices of each hold\n"
+        "local_batch='addressable' gives the examples that the devices of each process hold\n"
         'What to do: choose another batch_axis, or fetch entire arrays with helper.gather.'
     ):
         helper.global_array_to_local_data(odd)

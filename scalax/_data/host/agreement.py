@@ -1,8 +1,8 @@
-"""Agreement: all processes check that they make the same call before their data is joined.
+"""Agreement of processes: all check that they make the same call before their data are joined.
 
-Processes that disagree about a shape do not fail: they compile different programs, which wait for one
-another for ever. So each process makes a statement about its call, and a digest of it is gathered. If digests
-differ, text is exchanged, and every process raises an error that names the processes that differ.
+Processes that disagree about a shape do not fail: they compile different programs, which wait for one another
+forever. So each process makes a statement about its call, and a digest of it is gathered. If the digests
+differ, the processes exchange text, and every process raises an error that lists the processes that differ.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from scalax.errors import DataError, ScalaxError, shown
 
 Value = TypeVar('Value')
 
-_MOST = 400  # characters of one difference
-_SHOWN = 10  # differences of one process
+_MAX_CHARACTERS = 400  # of one difference
+_MAX_DIFFERENCES = 10  # of one process
 
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
-    """What one process says about its call.
+    """The statement of one process about its call.
 
     Attributes:
-        call: the options that must be the same everywhere, as text.
-        leaves: (leaf path, what must be the same about the leaf) for each leaf.
-        state: the progress of this process in words, where it can differ.
-        trouble: why this process cannot take part, if it cannot.
-        order: where in the mesh each device is.
+        options: the options of the call, as text.
+        leaves: (leaf path, text that must be the same on every process) for each leaf.
+        state: the progress of this process, such as whether its data have ended.
+        error: why this process cannot take part; empty if it can.
+        device_order: a digest of the positions of the devices in the mesh.
     """
 
-    call: str
+    options: str
     leaves: Sequence[tuple[str, str]] = ()
     state: str = ''
-    trouble: str = ''
-    order: str = ''
+    error: str = ''
+    device_order: str = ''
 
 
 def agree(
     mesh: Mesh,
-    what: str,
-    call: str,
+    function: str,
+    options: str,
     leaves: Iterable[tuple[str, str]],
     advice: str,
     error: BaseException | None = None,
@@ -59,23 +59,23 @@ def agree(
     state: str = '',
     kind: type[ScalaxError] = DataError,
 ) -> None:
-    """Returns on every process if all make the same statement, and raises on every process if not.
+    """Returns on every process if all make the same statement; otherwise raises on every process.
 
-    One all-gather of 20 bytes for each process. It waits for what the devices have been given to do. One
-    process agrees with itself, and communicates nothing.
+    It costs one all-gather of 20 bytes per process, which waits for the programs that the devices have
+    queued. A single process communicates nothing.
 
     Args:
-        mesh: whose processes have to agree.
-        what: the name of the call, for the message.
-        call: the options that must be the same everywhere, as text.
-        leaves: what must be the same about each leaf, as in `Statement`.
+        mesh: the mesh whose processes have to agree.
+        function: the name of the function that was called, for the message.
+        options: the options of the call, as text.
+        leaves: as in `Statement`.
         advice: what to do, for the message.
-        error: why this process cannot take part; raised here, and told to the others.
-        state: the progress of this process, as in `Statement`.
+        error: why this process cannot take part. It is raised here, and reported to the other processes.
+        state: as in `Statement`.
         kind: the class of the error.
 
     Raises:
-        ScalaxError: names the processes and leaves that differ.
+        ScalaxError: lists the processes and leaves that differ.
     """
     processes = process_collectives.processes_of(mesh)
     if not processes.is_multiprocess:
@@ -84,68 +84,71 @@ def agree(
         return
     if error is None:
         try:
-            statement = Statement(call, [*leaves], state, order=processes.order)
+            statement = Statement(options, [*leaves], state, device_order=processes.order)
         except Exception as fault:  # noqa: BLE001 - raised once all processes know
             error = fault
     if error is not None:
-        statement = Statement(call, trouble=f'{type(error).__name__}: {error}', order=processes.order)
+        text = f'{type(error).__name__}: {error}'
+        statement = Statement(options, error=text, device_order=processes.order)
     encoded = json.dumps(vars(statement)).encode()
     digest = hashlib.blake2b(encoded, digest_size=16).digest()
-    mine = np.asarray([*np.frombuffer(digest, np.uint32), bool(statement.trouble)], np.uint32)
-    rows = [tuple(row) for row in process_collectives.gather(mesh, mine).tolist()]
-    found = _disagreement(mesh, statement, encoded, rows) if len(set(rows)) > 1 else []
+    words = np.asarray([*np.frombuffer(digest, np.uint32), bool(statement.error)], np.uint32)
+    digests = [tuple(words) for words in process_collectives.gather(mesh, words).tolist()]
+    differences = _all_differences(mesh, statement, encoded, digests) if len(set(digests)) > 1 else []
     if error is not None:
         raise error
-    if found:
-        raise kind(f'{what}: the processes disagree ({call}):\n{shown(found)}\n{advice}')
+    if differences:
+        raise kind(f'{function}: the processes disagree ({options}):\n{shown(differences)}\n{advice}')
 
 
 def prepare_and_agree(
     mesh: Mesh,
-    what: str,
-    call: str,
+    function: str,
+    options: str,
     advice: str,
     prepare: Callable[[], tuple[Iterable[tuple[str, str]], Value]],
 ) -> Value:
-    """Runs *prepare*, and returns its value once every process has made the same statement.
+    """Calls *prepare*, and returns its value once every process has made the same statement.
 
     Args:
         mesh: as for `agree`.
-        what: as for `agree`.
-        call: as for `agree`.
+        function: as for `agree`.
+        options: as for `agree`.
         advice: as for `agree`.
-        prepare: all that may fail on one process alone; it communicates nothing. Returns what must be the
-            same about each leaf, and the value.
+        prepare: the work that may fail on one process alone; it must not communicate. It returns the leaves
+            of the statement, and a value.
 
     Raises:
-        ScalaxError: as for `agree`. What *prepare* raises is raised here, and told to the others.
+        ScalaxError: as for `agree`. An error of *prepare* is raised here, and reported to the others.
     """
     try:
         leaves, value = prepare()
     except Exception as error:
-        agree(mesh, what, call, (), advice, error)
+        agree(mesh, function, options, (), advice, error)
         raise
-    agree(mesh, what, call, leaves, advice)
+    agree(mesh, function, options, leaves, advice)
     return value
 
 
-def _disagreement(mesh: Mesh, statement: Statement, encoded: bytes, rows: list[tuple[int, ...]]) -> list[str]:
-    """Who differs and how, the same list on every process.
+def _all_differences(
+    mesh: Mesh, statement: Statement, encoded: bytes, digests: list[tuple[int, ...]]
+) -> list[str]:
+    """Returns the differences between the statements of all processes: the same list on every process.
 
-    Each process compares its statement with the most common one of those that can take part, so that only
-    short texts are gathered, however large the trees are.
+    Each process compares its statement with the most common statement without an error, so that only short
+    texts are gathered, even for large trees.
     """
     processes = process_collectives.processes_of(mesh)
-    lines = [statement.trouble] if statement.trouble else []
-    able = [row for row in rows if not row[-1]]
-    if able:
-        position = rows.index(Counter(able).most_common(1)[0][0])
-        theirs = Statement(**json.loads(process_collectives.broadcast_bytes(mesh, position, encoded)))
-        if not statement.trouble:
-            lines = list(_differences(statement, theirs, f'process {processes.indices[position]}'))
-    texts = [line if len(line) <= _MOST else f'{line[:_MOST]} ...' for line in lines]
-    if len(texts) > _SHOWN:
-        texts[_SHOWN:] = [f'... and {len(texts) - _SHOWN} more differences']
+    lines = [statement.error] if statement.error else []
+    without_error = [digest for digest in digests if not digest[-1]]
+    if without_error:
+        position = digests.index(Counter(without_error).most_common(1)[0][0])
+        common = Statement(**json.loads(process_collectives.broadcast_bytes(mesh, position, encoded)))
+        if not statement.error:
+            lines = list(_differences(statement, common, f'process {processes.indices[position]}'))
+    texts = [line if len(line) <= _MAX_CHARACTERS else f'{line[:_MAX_CHARACTERS]} ...' for line in lines]
+    if len(texts) > _MAX_DIFFERENCES:
+        texts[_MAX_DIFFERENCES:] = [f'... and {len(texts) - _MAX_DIFFERENCES} more differences']
     return [
         f'process {index}: {line}'.replace('\n', '\n    ')
         for index, lines in zip(processes.indices, process_collectives.gather_json(mesh, texts), strict=True)
@@ -154,14 +157,17 @@ def _disagreement(mesh: Mesh, statement: Statement, encoded: bytes, rows: list[t
 
 
 def scalar_text(leaf: Any, dtype: Any) -> str:
-    """A scalar with its exact value, which has to be the same on every process."""
+    """Describes a scalar with its exact value, which must be the same on every process."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return f'{dtype} {np.asarray(jax.random.key_data(leaf)).tolist()}'
     return f'{weak_text(leaf)}{dtype} {np.asarray(leaf).astype(dtype)!s}'
 
 
 def placed_text(leaf: Any) -> str:
-    """An array, a struct, a number or its type, without values; with the spec where processes share it."""
+    """Describes an array, struct, Python number or type without its values.
+
+    It includes the spec if the sharding spans several processes.
+    """
     if not hasattr(leaf, 'dtype'):
         return f'Python {(leaf if isinstance(leaf, type) else type(leaf)).__name__}'
     text = weak_text(leaf) + type_text(dtype_on_devices(leaf), np.shape(leaf))
@@ -176,27 +182,27 @@ def placed_text(leaf: Any) -> str:
 
 
 def weak_text(leaf: Any) -> str:
-    """What is put in front of a weak type: processes whose types differ would compile different programs."""
+    """Returns the prefix of a weak type: processes with different types would compile different programs."""
     return 'weakly typed ' if is_weakly_typed(leaf) else ''
 
 
-def _differences(mine: Statement, theirs: Statement, other: str) -> Iterable[str]:
-    """How one statement differs from that of the process named *other*."""
-    if mine.call != theirs.call:
-        yield f'calls it with {mine.call}, and {other} with {theirs.call}'
-    if mine.order != theirs.order:
-        yield f'has the devices of the mesh in another order than {other}'
-    if mine.state != theirs.state:
-        yield f'{mine.state}, and {other} {theirs.state}'
+def _differences(statement: Statement, other: Statement, name: str) -> Iterable[str]:
+    """Yields the differences between a statement and that of the process *name*."""
+    if statement.options != other.options:
+        yield f'calls it with {statement.options}, and {name} with {other.options}'
+    if statement.device_order != other.device_order:
+        yield f'has the devices of the mesh in another order than {name}'
+    if statement.state != other.state:
+        yield f'{statement.state}, and {name} {other.state}'
         return
-    mine_by_path, by_path = dict(mine.leaves), dict(theirs.leaves)
-    for path in dict.fromkeys([*by_path, *mine_by_path]):
-        name = path or '(the leaf itself)'
-        if path not in mine_by_path:
-            yield f'{name} is missing, and {by_path[path]} on {other}'
-        elif path not in by_path:
-            yield f'{name} is {mine_by_path[path]}, and missing on {other}'
-        elif mine_by_path[path] != by_path[path]:
-            yield f'{name} is {mine_by_path[path]}, and {by_path[path]} on {other}'
-    if mine_by_path == by_path and [*map(tuple, mine.leaves)] != [*map(tuple, theirs.leaves)]:
-        yield f'has its leaves in another order than {other}'
+    texts, other_texts = dict(statement.leaves), dict(other.leaves)
+    for path in dict.fromkeys([*other_texts, *texts]):
+        leaf = path or '(the leaf itself)'
+        if path not in texts:
+            yield f'{leaf} is missing, and {other_texts[path]} on {name}'
+        elif path not in other_texts:
+            yield f'{leaf} is {texts[path]}, and missing on {name}'
+        elif texts[path] != other_texts[path]:
+            yield f'{leaf} is {texts[path]}, and {other_texts[path]} on {name}'
+    if texts == other_texts and [*map(tuple, statement.leaves)] != [*map(tuple, other.leaves)]:
+        yield f'has its leaves in another order than {name}'

@@ -1,4 +1,4 @@
-"""The layout of a batch over the devices of a mesh, and the rows that each process needs."""
+"""Layout of a batch over the devices of a mesh, and the examples that each process needs."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ from scalax.errors import DataError, MeshError
 
 @dataclasses.dataclass(frozen=True)
 class BatchLayout:
-    """How a batch is cut over a mesh: into equal tiles, one for each device.
+    """The sharding of a batch over a mesh into equal tiles, one for each device.
 
     Attributes:
         mesh: the mesh.
-        axes: the mesh axes that cut the batch.
-        count: the number of tiles.
-        tiles: for each device, in the order of `Processes`, the number of its tile.
+        axes: the mesh axes over which the batch is sharded.
+        num_tiles: the number of tiles.
+        tiles: for each device, in the order of `Processes`, the index of its tile.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
-    count: int
+    num_tiles: int
     tiles: tuple[int, ...]
 
     @functools.cached_property
-    def held(self) -> tuple[tuple[int, ...], ...]:
-        """For each process the numbers of the tiles that its devices hold, in ascending order."""
+    def tiles_by_process(self) -> tuple[tuple[int, ...], ...]:
+        """For each process, the indices of the tiles that its devices hold, in ascending order."""
         processes = process_collectives.processes_of(self.mesh)
-        held: list[set[int]] = [set() for _ in processes.indices]
+        tiles_by_process: list[set[int]] = [set() for _ in processes.indices]
         for tile, owner in zip(self.tiles, processes.owners, strict=True):
-            held[owner].add(tile)
-        return tuple(tuple(sorted(tiles)) for tiles in held)
+            tiles_by_process[owner].add(tile)
+        return tuple(tuple(sorted(tiles)) for tiles in tiles_by_process)
 
     @functools.cached_property
-    def here(self) -> tuple[int, ...]:
-        """The tiles that this process's devices hold."""
-        return self.held[process_collectives.processes_of(self.mesh).here]
+    def local_tiles(self) -> tuple[int, ...]:
+        """The indices of the tiles that this process's devices hold."""
+        return self.tiles_by_process[process_collectives.processes_of(self.mesh).position]
 
     @functools.cached_property
-    def is_in_order(self) -> bool:
-        """Whether equal parts, in the order of the processes, are what the devices of each need."""
-        in_order = [*itertools.chain(*self.held)] == [*range(self.count)]
-        return in_order and len({len(tiles) for tiles in self.held}) == 1
+    def is_in_process_order(self) -> bool:
+        """Whether the devices of each process need its equal share of the batch, in process order."""
+        in_order = [*itertools.chain(*self.tiles_by_process)] == [*range(self.num_tiles)]
+        return in_order and len({len(tiles) for tiles in self.tiles_by_process}) == 1
 
 
 def layout_of(mesh: Mesh, mesh_axis_subset: Sequence[str] | str | None) -> BatchLayout:
-    """The layout of batches over some mesh axes, or over all of them.
+    """Returns the layout of batches that are sharded over some mesh axes; None means all axes.
 
     Raises:
-        ArgumentError: what is given for the axes is not a name or several.
-        MeshError: an axis that the mesh does not have or that is repeated, or axes of several types.
+        ArgumentError: the axes are neither a name nor a sequence of names.
+        MeshError: an axis is not in the mesh or is repeated, or the axes have different types.
     """
-    known = MeshAxes.of(mesh)
-    subset = known.sizes if mesh_axis_subset is None else mesh_axis_subset
-    axes, types = validated_axes('mesh_axis_subset', subset, known), known.types
+    mesh_axes = MeshAxes.of(mesh)
+    subset = mesh_axes.sizes if mesh_axis_subset is None else mesh_axis_subset
+    axes, types = validated_axes('mesh_axis_subset', subset, mesh_axes), mesh_axes.types
     if len(set(axes)) != len(axes):
         raise MeshError(f'mesh_axis_subset: mesh axes are named once each, got {axes}')
     if len({types[axis] for axis in axes}) > 1:
@@ -80,34 +80,34 @@ def layout_of(mesh: Mesh, mesh_axis_subset: Sequence[str] | str | None) -> Batch
 def _layout(mesh: Mesh, axes: tuple[str, ...]) -> BatchLayout:
     count = math.prod(mesh.shape[name] for name in axes)
     spec = PartitionSpec(axes) if axes else PartitionSpec()
-    # A batch of one row for each tile, so that the row is the number of the tile.
-    placed: Mapping[Any, Any] = NamedSharding(mesh, spec).devices_indices_map((count,))
+    # In a batch with one example per tile, the index of the example is the index of the tile.
+    indices: Mapping[Any, Any] = NamedSharding(mesh, spec).devices_indices_map((count,))
     devices = process_collectives.processes_of(mesh).devices
-    tiles = tuple((placed[device][0].start or 0) if axes else 0 for device in devices)
+    tiles = tuple((indices[device][0].start or 0) if axes else 0 for device in devices)
     return BatchLayout(mesh, axes, count, tiles)
 
 
 def process_examples(mesh: Mesh, global_batch: int, layout: BatchLayout) -> slice | np.ndarray:
-    """The rows of a batch that the devices of this process need: a slice, or their numbers in order."""
+    """Returns the examples that the devices of this process need: a slice, or ascending indices."""
     if isinstance(global_batch, bool) or not isinstance(global_batch, int | np.integer) or global_batch < 0:
         raise DataError(f'global_batch is the number of examples of the global batch, got {global_batch!r}')
-    if global_batch % layout.count:
+    if global_batch % layout.num_tiles:
         raise DataError(
-            f'the global batch of {global_batch} examples does not divide by {layout.count} shards, over '
+            f'the global batch of {global_batch} examples does not divide by {layout.num_tiles} shards, over '
             f'mesh axes {layout.axes}: choose a batch that does, or fewer axes with mesh_axis_subset'
         )
-    size = int(global_batch) // layout.count
-    tiles = layout.here
+    size = int(global_batch) // layout.num_tiles
+    tiles = layout.local_tiles
     if tiles == tuple(range(tiles[0], tiles[0] + len(tiles))):
         return slice(tiles[0] * size, (tiles[-1] + 1) * size)
     return np.concatenate([np.arange(tile * size, (tile + 1) * size) for tile in tiles])
 
 
 def checked_axis(batch_axis: Any) -> int:
-    """The batch axis as an int.
+    """Returns the batch axis as an int.
 
     Raises:
-        DataError: it is not an integer.
+        DataError: *batch_axis* is not an integer.
     """
     if isinstance(batch_axis, bool) or not isinstance(batch_axis, int | np.integer):
         raise DataError(f'batch_axis is an integer, got {batch_axis!r} (mesh axes go to mesh_axis_subset)')

@@ -1,4 +1,4 @@
-"""Broadcast: every process gets the values of one of them."""
+"""Broadcast of a tree from one process to every process."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from scalax._data.host.transfer import reject_tracers
 from scalax._jax.tracing import is_abstract
 from scalax.errors import DataError, module_advice, shown_leaves
 
-_CHUNK = 2**26  # bytes in device memory at a time
+_CHUNK = 2**26  # bytes that are sent at once
 
 
 def broadcast_from(mesh: Mesh, process: int, pytree: Any) -> Any:
-    """Gives every process the values of a tree that one of them has."""
+    """Implements `MeshShardingHelper.broadcast_from`."""
     processes = process_collectives.processes_of(mesh)
-    here = processes.here
+    position = processes.position
 
     def prepare() -> tuple[list[tuple[str, str]], tuple[NamedTree, list[np.ndarray]]]:
         reject_tracers(jax.tree.leaves(pytree), 'broadcast_from')
         tree = NamedTree.of(pytree)
         _check(tree, process, processes.indices)
-        source = processes.indices.index(process) == here
-        values = [_value(leaf, source) for leaf in tree.leaves]
-        # Dtypes count as they are: no device sees the values.
+        is_source = processes.indices.index(process) == position
+        values = [_buffer(leaf, is_source) for leaf in tree.leaves]
+        # With the dtypes of the host: the values never become arrays of these dtypes on a device.
         leaves = list(zip(tree.paths, map(leaf_text, tree.leaves), strict=True))
         return leaves, (tree, values)
 
@@ -39,18 +39,18 @@ def broadcast_from(mesh: Mesh, process: int, pytree: Any) -> Any:
         'What to do: call it on every process with a tree of the same structure, shapes and dtypes; the '
         f'values matter on process {process} only.'
     )
-    call = f'mesh ({MeshAxes.of(mesh)}), process={process!r}'
-    tree, values = agreement.prepare_and_agree(mesh, 'broadcast_from', call, advice, prepare)
+    options = f'mesh ({MeshAxes.of(mesh)}), process={process!r}'
+    tree, values = agreement.prepare_and_agree(mesh, 'broadcast_from', options, advice, prepare)
     if processes.is_multiprocess:
         views = [value.reshape(-1).view(np.uint8) for value in values]
         _overwrite(mesh, processes.indices.index(process), views)
     return tree.treedef.unflatten(
-        [_like(leaf, value) for leaf, value in zip(tree.leaves, values, strict=True)]
+        [_as_leaf(leaf, value) for leaf, value in zip(tree.leaves, values, strict=True)]
     )
 
 
 def _check(tree: NamedTree, process: int, indices: Sequence[int]) -> None:
-    """Raises DataError if this process cannot take part."""
+    """Raises DataError if this process cannot send or receive the tree."""
     if isinstance(process, bool) or process not in indices:
         raise DataError(
             f'broadcast_from takes the index of a process that holds devices of the mesh '
@@ -64,28 +64,33 @@ def _check(tree: NamedTree, process: int, indices: Sequence[int]) -> None:
         )
 
 
-def _fault(tree: NamedTree, index: int, sends: bool) -> str | None:
+def _fault(tree: NamedTree, index: int, is_source: bool) -> str | None:
+    """Returns why a leaf cannot be sent; None if it can."""
     leaf = tree.leaves[index]
-    if leaf_shape(leaf) is None or (sends and is_abstract(leaf)):
+    if leaf_shape(leaf) is None or (is_source and is_abstract(leaf)):
         return f'{tree.describe(index)} is not an array'
     if has_foreign_dtype(leaf):
         return f'{tree.describe(index)}: JAX has no arrays of dtype {leaf.dtype}'
     if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
         return f'{tree.describe(index)} has more than 64 bits'
-    if sends and isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+    if (
+        is_source
+        and isinstance(leaf, jax.Array)
+        and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
+    ):
         return (
             f'{tree.describe(index)} is a global array, the same on every process: helper.gather fetches it'
         )
     return None
 
 
-def _value(leaf: Any, source: bool) -> np.ndarray:
-    """A leaf in memory of its own, to be sent or overwritten."""
+def _buffer(leaf: Any, is_source: bool) -> np.ndarray:
+    """Returns a copy of a leaf, to be sent or overwritten."""
     if is_prng_key(leaf):
         leaf = jax.random.key_data(leaf)
     elif jax.dtypes.issubdtype(getattr(leaf, 'dtype', np.int8), jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
-    if not source and hasattr(leaf, 'dtype'):
+    if not is_source and hasattr(leaf, 'dtype'):
         return np.empty(leaf.shape, leaf.dtype)
     if isinstance(leaf, jax.Array):
         leaf = leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
@@ -93,18 +98,18 @@ def _value(leaf: Any, source: bool) -> np.ndarray:
 
 
 def _overwrite(mesh: Mesh, position: int, views: list[np.ndarray]) -> None:
-    """Overwrites bytes with those of the process at *position*, a bounded number of them at a time."""
-    whole = np.concatenate([np.empty(0, np.uint8), *views])
-    for begin in range(0, whole.size, _CHUNK):
-        chunk = whole[begin : begin + _CHUNK]
+    """Overwrites bytes with the bytes of the process at *position*, one chunk at a time."""
+    joined = np.concatenate([np.empty(0, np.uint8), *views])
+    for start in range(0, joined.size, _CHUNK):
+        chunk = joined[start : start + _CHUNK]
         chunk[:] = process_collectives.broadcast(mesh, position, chunk)
     ends = np.cumsum([view.size for view in views])
     for view, end in zip(views, ends.tolist(), strict=True):
-        view[:] = whole[end - view.size : end]
+        view[:] = joined[end - view.size : end]
 
 
-def _like(leaf: Any, value: np.ndarray) -> Any:
-    """A value as the leaf is: a Python number, an array, or keys."""
+def _as_leaf(leaf: Any, value: np.ndarray) -> Any:
+    """Converts a value to the kind of a leaf: a Python number, an array, or keys."""
     if not hasattr(leaf, 'dtype'):
         return type(leaf)(value.item())
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):

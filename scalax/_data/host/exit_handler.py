@@ -1,12 +1,12 @@
-"""The exit of a program of several processes while data still move between them.
+"""Exit handler that waits for transfers between processes.
 
-JAX's handler at exit leaves the coordination service, by which XLA connects the processes whose data move.
-Where they are not connected yet, XLA waits for ever, and so does the exit. Therefore a handler that runs
-before that of JAX waits until the data have arrived: those of every array, and of every program whose results
-were dropped.
+JAX's exit handler leaves the coordination service, by which XLA connects processes that exchange data. If two
+processes are not connected yet, XLA waits forever, and so does the exit. Therefore this handler, which runs
+before that of JAX, waits until the data of every array have arrived, and of every program whose results were
+dropped.
 
-Nothing can interrupt a wait for data of a process that does not send them. So a thread waits, and the handler
-waits for the thread: it logs who is behind, and ends this process when the time is up.
+A wait for data from a process that does not send them cannot be interrupted. So a thread waits, and the
+handler waits for the thread. It logs the processes that it waits for, and ends this process after a timeout.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from scalax._jax.device_queue import drain, pending_arrays
 from scalax.errors import shown
 
 FAILED = 1
-"""The exit code of a process that ends although its data have not arrived."""
+"""Exit code of a process that ends although its data have not arrived."""
 INTERRUPTED = 130
-"""That of one which Ctrl-C ends meanwhile, as shells give it."""
+"""Exit code of a process that Ctrl-C ends while it waits, as in shells."""
 
-_FIRST, _REPEAT = 5.0, 15.0  # seconds before the first message, and between two
-_SHOWN = 3  # arrays that a message lists
+_FIRST, _REPEAT = 5.0, 15.0  # seconds before the first message, and between two messages
+_MAX_ARRAYS = 3  # that a message lists
 _ADVICE = (
     'What to do: wait for the data on every process before the program ends (jax.block_until_ready); if one '
     'process works longer at its end than the others, increase shutdown_timeout of distributed.initialize.'
@@ -43,118 +43,119 @@ _ADVICE = (
 _log = logging.getLogger('scalax.distributed')
 
 settings = SimpleNamespace(seconds=300.0, address='')
-"""What `scalax.distributed.initialize` knows.
+"""Settings from `scalax.distributed.initialize`.
 
 Attributes:
-    seconds: how long this process waits at its end for the others. Default: that of JAX.
-    address: where process 0 says what the others do; empty if nothing watches them.
+    seconds: how long this process waits for the others when it exits. Default: the timeout of JAX.
+    address: the address of process 0, which knows the states of the others; empty without a watchdog.
 """
 
 
-class _Waiting:
-    """The thread that waits for data once the program has ended.
+class _Waiter:
+    """A thread that waits for data after the program has ended.
 
-    It is started before that: Python 3.12 starts no threads in handlers at exit.
+    It is started before that, because Python 3.12 cannot start threads in exit handlers.
     """
 
     def __init__(self) -> None:
-        self.process = os.getpid()  # a fork has the handlers, and not the thread
+        self.pid = os.getpid()  # a forked process inherits the exit handlers, but not the thread
         self.platforms: list[str] = []
         self.errors: list[str] = []
-        self.begun, self.ended = threading.Event(), threading.Event()
+        self.start, self.finished = threading.Event(), threading.Event()
         threading.Thread(target=self._run, name='scalax-exit', daemon=True).start()
 
     def _run(self) -> None:
-        self.begun.wait()
+        self.start.wait()
         try:
             for platform in self.platforms:
                 for arrays, error in drain(platform):
-                    self.errors.append(f'{_text(arrays)}: {type(error).__name__}: {error}')
+                    self.errors.append(f'{_array_text(arrays)}: {type(error).__name__}: {error}')
         finally:
-            self.ended.set()
+            self.finished.set()
 
-    def moving(self) -> str:
-        """The arrays that have not arrived, and whose they are."""
-        return _text([array for platform in self.platforms for array in pending_arrays(platform)])
+    def pending_text(self) -> str:
+        """Describes the arrays that have not arrived, and the processes that hold them."""
+        return _array_text([array for platform in self.platforms for array in pending_arrays(platform)])
 
 
 _lock = threading.Lock()
-_waiting: list[_Waiting] = []
+_waiter: list[_Waiter] = []  # at most one
 
 
 def wait_at_exit(platform: str) -> None:
-    """Makes the exit of this program wait for what moves to and from its devices of a platform.
+    """Makes the exit of this program wait for transfers to and from its devices of a platform.
 
-    Called when a mesh of several processes is first used: where JAX has no devices yet, asking it for arrays
-    at exit would make it look for the other processes, which have ended.
+    Call it when a mesh of several processes is first used. If JAX had no devices yet, asking it for arrays at
+    exit would make it connect to the other processes, which have ended.
     """
     with _lock:
-        if not _waiting or _waiting[0].process != os.getpid():
-            _waiting[:] = [_Waiting()]
-        if platform not in _waiting[0].platforms:
-            _waiting[0].platforms.append(platform)
+        if not _waiter or _waiter[0].pid != os.getpid():
+            _waiter[:] = [_Waiter()]
+        if platform not in _waiter[0].platforms:
+            _waiter[0].platforms.append(platform)
 
 
-# Python runs these handlers in the reverse of their order: after all that a program registers once it has
-# imported scalax, and before that of JAX, which is imported above.
+# Python runs exit handlers in reverse order of registration: this one after all that a program registers once
+# it has imported scalax, and before that of JAX, which is imported above.
 @atexit.register
-def _finish() -> None:
-    """Waits until nothing moves any more, or the time is up."""
-    if not _waiting or _waiting[0].process != os.getpid():
+def _wait_for_transfers() -> None:
+    """Waits until all data have arrived, or the time is up."""
+    if not _waiter or _waiter[0].pid != os.getpid():
         return
     recorded.exits = FINISHING
     try:
-        _wait(_waiting[0])
+        _wait(_waiter[0])
     except KeyboardInterrupt:
-        moving = _waiting[0].moving()
-        _log.error('Ctrl-C has ended this process while data still move: %s\n%s', moving, _ADVICE)
-        _end(INTERRUPTED)
+        pending = _waiter[0].pending_text()
+        _log.error('Ctrl-C has ended this process while data still move: %s\n%s', pending, _ADVICE)
+        _exit_now(INTERRUPTED)
     recorded.exits = ENDING
 
 
-def _wait(waiting: _Waiting) -> None:
-    """Waits until nothing moves any more; ends this process when the time is up.
+def _wait(waiter: _Waiter) -> None:
+    """Waits until all data have arrived; ends this process when the time is up.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C. Python would ignore it, and call the handler of JAX, which waits for ever.
+        KeyboardInterrupt: Ctrl-C. Python would ignore it, and call the handler of JAX, which waits forever.
     """
-    begun = time.monotonic()
-    waiting.begun.set()
-    since, pause = begun, _FIRST
-    while not waiting.ended.wait(min(pause, settings.seconds)):
+    start = time.monotonic()
+    waiter.start.set()
+    since, pause = start, _FIRST
+    while not waiter.finished.wait(min(pause, settings.seconds)):
         pause, states = _REPEAT, other_states(settings.address)
-        # Where all processes have come to their end, and others wait as well, it may be a long computation.
-        if any(state.phase == FINISHING for state in states) and not lagging_processes(states):
+        # If all processes have reached their exit, and others wait as well, it may be a long computation.
+        lagging = lagging_processes(states)
+        if any(state.phase == FINISHING for state in states) and not lagging:
             since = time.monotonic()
-        lines = f'\n{shown(lagging_processes(states))}' if lagging_processes(states) else ''
-        seconds = f'{time.monotonic() - begun:.0f} s after the end of the program'
-        text = f'{seconds}, data still move: {waiting.moving()}{lines}'
+        lines = f'\n{shown(lagging)}' if lagging else ''
+        seconds = f'{time.monotonic() - start:.0f} s after the end of the program'
+        text = f'{seconds}, data still move: {waiter.pending_text()}{lines}'
         if time.monotonic() < since + settings.seconds:
             _log.warning('%s', text)
             continue
         _log.error('%s\n%s', text, _ADVICE)
         if states:
-            _end(FAILED)
-        break  # nobody says what the others do: JAX waits for them, and ends this process if one is missing
-    for error in waiting.errors:
+            _exit_now(FAILED)
+        break  # without states, JAX waits for the other processes, and ends this one if one is missing
+    for error in waiter.errors:
         _log.error('data have not arrived at the end of the program: %s', error)
 
 
-def _end(code: int) -> None:
-    """Ends this process without the handlers that are left: that of JAX would wait for ever."""
+def _exit_now(code: int) -> None:
+    """Ends this process without the remaining exit handlers: that of JAX would wait forever."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # there is none, or it is closed
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # the stream is None or closed
             stream.flush()
     os._exit(code)
 
 
-def _text(arrays: list[jax.Array]) -> str:
-    """Which arrays, and which processes hold them."""
+def _array_text(arrays: list[jax.Array]) -> str:
+    """Describes arrays and the processes that hold them."""
     if not arrays:
         return 'arrays that the program has dropped'
     devices: set[Any] = {device for array in arrays for device in array.sharding.device_set}
     holders = sorted({device.process_index for device in devices})
     texts = [type_text(array.dtype, array.shape) for array in arrays]
-    more = f' and {len(texts) - _SHOWN} more arrays' if len(texts) > _SHOWN else ''
-    return f'{", ".join(texts[:_SHOWN])}{more} of processes {", ".join(map(str, holders))}'
+    more = f' and {len(texts) - _MAX_ARRAYS} more arrays' if len(texts) > _MAX_ARRAYS else ''
+    return f'{", ".join(texts[:_MAX_ARRAYS])}{more} of processes {", ".join(map(str, holders))}'

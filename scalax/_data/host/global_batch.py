@@ -1,10 +1,10 @@
-"""Global arrays of the batches that processes load.
+"""Global batches from the local batches of processes.
 
-Three steps, so that prefetching can do the first two in another thread:
+It takes three steps, so that a prefetching thread can do the first two:
 
-- `read` checks this process's part and works out the global arrays;
-- `place` puts it on this process's own devices: host work, nothing is communicated;
-- all processes together call what `place` returns: rows move to the devices that need them.
+- `read` checks the local batch, and determines the shapes and shardings of the global arrays;
+- `place` copies the local batch to the devices of this process, without communication;
+- every process calls the function that `place` returns, which moves examples to the devices that need them.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from scalax._jax.tracing import is_abstract
 from scalax.errors import DataError, ScalaxError, shown_leaves
 from scalax.rules._resolve import named_sharding
 
-LocalBatch = Literal['equal_share', 'addressable']
+LocalBatchChoice = Literal['equal_share', 'addressable']
 ADVICE = (
-    'What to do: bring data of the same structure, shapes and dtypes on every process, with equal scalars; '
+    'What to do: pass data of the same structure, shapes and dtypes on every process, with equal scalars; '
     'drop the incomplete batch at the end of the data, or pad it.'
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchOptions:
-    """How the batches of processes are joined: the same on every process."""
+    """Options that join local batches to a global batch: the same on every process."""
 
     mesh: Mesh
     batch_axis: int = 0
     mesh_axis_subset: Sequence[str] | str | None = None
-    local_batch: LocalBatch = 'equal_share'
+    local_batch: LocalBatchChoice = 'equal_share'
 
     @functools.cached_property
     def call(self) -> str:
-        """The options as text, in which processes have to agree."""
+        """The options as text, on which processes have to agree."""
         over = 'all mesh axes' if self.mesh_axis_subset is None else f'mesh axes {self.mesh_axis_subset!r}'
         return (
             f'mesh ({MeshAxes.of(self.mesh)}), batch on axis {self.batch_axis!r} over {over}, '
@@ -64,16 +64,16 @@ class BatchOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProcessBatch:
-    """This process's part of a global batch, checked.
+class LocalBatch:
+    """The local batch of this process, checked.
 
     Attributes:
-        options: how it is joined.
-        layout: which device holds which rows.
-        tree: its leaves; Python numbers and keys as they came.
-        axes: the batch axis of each leaf, None for scalars.
+        options: the options of the global batch.
+        layout: the layout of the global batch.
+        tree: the leaves of the local batch.
+        axes: the batch axis of each leaf; None for scalars.
         shapes: the shapes of the global arrays.
-        shardings: and their shardings.
+        shardings: the shardings of the global arrays.
     """
 
     options: BatchOptions
@@ -85,87 +85,88 @@ class ProcessBatch:
 
 
 Finish = Callable[[], Any]
+"""Completes the global arrays; every process has to call it."""
 
 
 def local_data_to_global_array(options: BatchOptions, pytree: Any, check: bool, check_replicas: bool) -> Any:
-    """Makes global arrays of the data that each process holds."""
+    """Implements `MeshShardingHelper.local_data_to_global_array`."""
     process_collectives.require_this_process(options.mesh)
-    several = process_collectives.processes_of(options.mesh).is_multiprocess
-    if not several:
+    is_multiprocess = process_collectives.processes_of(options.mesh).is_multiprocess
+    if not is_multiprocess:
         leaves, treedef = jax.tree.flatten(pytree)
-        if shardings := _known_shardings(options, leaves):
+        if shardings := _cached_shardings(options, leaves):
             return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
 
-    def prepare() -> tuple[Iterator[tuple[str, str]], tuple[ProcessBatch, Finish]]:
-        part = read(options, pytree)
-        return _statement_leaves(part), (part, place(part))
+    def prepare() -> tuple[Iterator[tuple[str, str]], tuple[LocalBatch, Finish]]:
+        batch = read(options, pytree)
+        return _statement_leaves(batch), (batch, place(batch))
 
     if check:
-        part, finish = agreement.prepare_and_agree(
+        batch, finish = agreement.prepare_and_agree(
             options.mesh, 'local_data_to_global_array', options.call, ADVICE, prepare
         )
     else:
-        _, (part, finish) = prepare()
-        if several:
+        _, (batch, finish) = prepare()
+        if is_multiprocess:
             process_collectives.bound_queue(options.mesh)
-    if check_replicas and several:
-        _compare_replicas(part)
+    if check_replicas and is_multiprocess:
+        _compare_replicas(batch)
     return finish()
 
 
-def _compare_replicas(part: ProcessBatch) -> None:
-    """Compares checksums of the examples that several processes bring; all processes raise, or none.
+def _compare_replicas(batch: LocalBatch) -> None:
+    """Compares checksums of the examples that several processes load; raises on all processes, or on none.
 
-    Takes one all-gather, of about 30 bytes for each leaf and shard.
+    It costs one all-gather of about 30 bytes for each leaf and shard.
 
     Raises:
-        DataError: names leaves, examples and processes.
+        DataError: lists leaves, examples and processes.
     """
-    tree, layout = part.tree, part.layout
-    if part.options.local_batch != 'addressable' or sum(map(len, layout.held)) == len(
-        set().union(*layout.held)
-    ):
-        return  # no two processes bring the same examples
+    tree, layout = batch.tree, batch.layout
+    tiles = [tile for process_tiles in layout.tiles_by_process for tile in process_tiles]
+    if batch.options.local_batch != 'addressable' or len(tiles) == len(set(tiles)):
+        return  # no two processes load the same examples
     checksums = []
-    for i, (leaf, axis) in enumerate(zip(tree.leaves, part.axes, strict=True)):
+    for i, (leaf, axis) in enumerate(zip(tree.leaves, batch.axes, strict=True)):
         if axis is not None:
-            blocks = np.split(_host(leaf, copy=False), len(layout.here), axis)
-            for tile, block in zip(layout.here, blocks, strict=True):
+            blocks = np.split(_to_numpy(leaf, copy=False), len(layout.local_tiles), axis)
+            for tile, block in zip(layout.local_tiles, blocks, strict=True):
                 checksums.append((i, tile, hashlib.blake2b(block.tobytes(), digest_size=8).hexdigest()))
     first: dict[tuple[int, int], tuple[int, str]] = {}
-    others: dict[tuple[int, int], list[int]] = {}
+    different: dict[tuple[int, int], list[int]] = {}
     gathered = process_collectives.gather_json(layout.mesh, checksums)
-    for process, theirs in zip(process_collectives.processes_of(layout.mesh).indices, gathered, strict=True):
-        for i, tile, checksum in theirs:
+    indices = process_collectives.processes_of(layout.mesh).indices
+    for process, process_checksums in zip(indices, gathered, strict=True):
+        for i, tile, checksum in process_checksums:
             if first.setdefault((i, tile), (process, checksum))[1] != checksum:
-                others.setdefault((i, tile), []).append(process)
-    differences = []
-    for (i, tile), processes in sorted(others.items()):
-        size = part.shapes[i][part.axes[i] or 0] // layout.count
-        differences.append(
+                different.setdefault((i, tile), []).append(process)
+    lines = []
+    for (i, tile), processes in sorted(different.items()):
+        size = batch.shapes[i][batch.axes[i] or 0] // layout.num_tiles
+        lines.append(
             f'{tree.paths[i] or "(the leaf itself)"}: examples {tile * size}:{(tile + 1) * size} of process '
             f'{", ".join(map(str, processes))} are not those of process {first[i, tile][0]}'
         )
-    if differences:
+    if lines:
         raise DataError(
             'local_data_to_global_array: processes that load the same examples hold different values '
-            f'({part.options.call}):\n'
-            f'{shown_leaves(differences)}\n'
+            f'({batch.options.call}):\n'
+            f'{shown_leaves(lines)}\n'
             'What to do: load exactly the examples that helper.process_examples gives, with the same '
             'shuffling, augmentation and seed on every process.'
         )
 
 
-def _known_shardings(options: BatchOptions, leaves: Sequence[Any]) -> list[NamedSharding] | None:
-    """The shardings that `read` would find, if all leaves are numpy arrays that fit; else None."""
+def _cached_shardings(options: BatchOptions, leaves: Sequence[Any]) -> list[NamedSharding] | None:
+    """Returns the shardings that `read` determines, if all leaves are valid NumPy arrays; otherwise None."""
     if set(map(type, leaves)) != {np.ndarray}:
         return None
     subset = options.mesh_axis_subset
-    shapes = tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
+    types = tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
     try:
         axes = tuple(subset) if isinstance(subset, list) else subset
-        return _shardings_of(options.mesh, options.batch_axis, axes, options.local_batch, shapes)
-    except (TypeError, ScalaxError):  # not hashable, or wrong: `read` names the leaves
+        return _shardings_of(options.mesh, options.batch_axis, axes, options.local_batch, types)
+    except (TypeError, ScalaxError):  # not hashable, or invalid: `read` raises the error
         return None
 
 
@@ -175,27 +176,32 @@ def _shardings_of(
     mesh: Mesh,
     batch_axis: int,
     axes: Any,
-    local_batch: LocalBatch,
-    shapes: Sequence[tuple[tuple[int, ...], Any]],
+    local_batch: LocalBatchChoice,
+    types: Sequence[tuple[tuple[int, ...], Any]],
 ) -> list[NamedSharding]:
-    """The shardings of arrays on one process, which depend on neither values nor paths."""
-    arrays = [np.broadcast_to(np.zeros((), dtype), shape) for shape, dtype in shapes]
+    """Returns the shardings of arrays on one process, which do not depend on values or paths."""
+    arrays = [np.broadcast_to(np.zeros((), dtype), shape) for shape, dtype in types]
     return list(read(BatchOptions(mesh, batch_axis, axes, local_batch), arrays).shardings)
 
 
 def agree(
-    options: BatchOptions, what: str, part: ProcessBatch | None, error: BaseException | None, state: str = ''
+    options: BatchOptions,
+    function: str,
+    batch: LocalBatch | None,
+    error: BaseException | None,
+    state: str = '',
 ) -> None:
-    """Returns if all processes bring parts that fit together; raises on every process if not."""
-    leaves = () if part is None else _statement_leaves(part)
-    agreement.agree(options.mesh, what, options.call, leaves, ADVICE, error, state=state)
+    """Returns if the local batches of all processes are compatible; otherwise raises on every process."""
+    leaves = () if batch is None else _statement_leaves(batch)
+    agreement.agree(options.mesh, function, options.call, leaves, ADVICE, error, state=state)
 
 
-def _statement_leaves(part: ProcessBatch) -> Iterator[tuple[str, str]]:
-    """What the processes have to agree on, leaf by leaf."""
+def _statement_leaves(batch: LocalBatch) -> Iterator[tuple[str, str]]:
+    """Yields (leaf path, text that must be the same on every process)."""
     # Users know the local shapes, but with local_batch='addressable' these may differ between processes.
-    shapes = part.tree.shapes if part.options.local_batch == 'equal_share' else part.shapes
-    for path, leaf, shape in zip(part.tree.paths, part.tree.leaves, shapes, strict=True):
+    has_equal_shapes = batch.options.local_batch == 'equal_share'
+    shapes = batch.tree.shapes if has_equal_shapes else batch.shapes
+    for path, leaf, shape in zip(batch.tree.paths, batch.tree.leaves, shapes, strict=True):
         dtype = dtype_on_devices(leaf)
         if shape:
             yield path, agreement.weak_text(leaf) + type_text(dtype, shape)
@@ -203,12 +209,12 @@ def _statement_leaves(part: ProcessBatch) -> Iterator[tuple[str, str]]:
             yield path, agreement.scalar_text(leaf, dtype)
 
 
-def read(options: BatchOptions, pytree: Any) -> ProcessBatch:
-    """Checks this process's part, and works out the global arrays.
+def read(options: BatchOptions, pytree: Any) -> LocalBatch:
+    """Checks the local batch, and determines the shapes and shardings of the global arrays.
 
     Raises:
-        DataError: it does not fit; all leaves that do not are named.
-        MeshError: the options name axes that the mesh does not have.
+        DataError: some leaves do not fit the mesh; lists all of them.
+        MeshError: the mesh lacks an axis of the options.
     """
     layout = layout_of(options.mesh, options.mesh_axis_subset)
     batch_axis = checked_axis(options.batch_axis)
@@ -228,18 +234,22 @@ def read(options: BatchOptions, pytree: Any) -> ProcessBatch:
     shapes = [
         shape
         if axis is None
-        else (*shape[:axis], _global_examples(shape[axis], layout, options.local_batch), *shape[axis + 1 :])
+        else (
+            *shape[:axis],
+            _global_batch_size(shape[axis], layout, options.local_batch),
+            *shape[axis + 1 :],
+        )
         for shape, axis in zip(tree.shapes, axes, strict=True)
     ]
     specs = [PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, layout.axes) for axis in axes]
     shardings = [named_sharding(options.mesh, canonical(spec)) for spec in specs]
-    return ProcessBatch(options, layout, tree, axes, shapes, shardings)
+    return LocalBatch(options, layout, tree, axes, shapes, shardings)
 
 
 def _fault(
-    tree: NamedTree, index: int, batch_axis: int, layout: BatchLayout, local_batch: LocalBatch
+    tree: NamedTree, index: int, batch_axis: int, layout: BatchLayout, local_batch: LocalBatchChoice
 ) -> str | None:
-    """What is wrong with one leaf, or None."""
+    """Returns why a leaf does not fit the mesh; None if it does."""
     leaf = tree.leaves[index]
     shape = leaf_shape(leaf)
     if shape is None or is_abstract(leaf):
@@ -247,68 +257,68 @@ def _fault(
     if has_foreign_dtype(leaf):
         return f'{tree.describe(index)}: JAX has no arrays of dtype {leaf.dtype}'
     if dtype := overflowed_dtype(leaf):
-        return f'{tree.describe(index)}: {leaf} does not fit in {dtype}, which JAX makes of a Python int'
+        return f'{tree.describe(index)}: {leaf} does not fit in {dtype}, to which JAX converts a Python int'
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return f'{tree.describe(index)} is a global array already, with shards on other processes'
     if not shape:
         return None
     if not -len(shape) <= batch_axis < len(shape):
         return f'{tree.describe(index)} has no axis {batch_axis}'
-    brought = shape[batch_axis]
+    local_size = shape[batch_axis]
     if local_batch == 'addressable':
-        tiles = len(layout.here)
-        if brought % tiles:
+        count = len(layout.local_tiles)
+        if local_size % count:
             return (
-                f'{tree.describe(index)}: {brought} examples do not divide by the {tiles} shards that '
+                f'{tree.describe(index)}: {local_size} examples do not divide by the {count} shards that '
                 "this process's devices need"
             )
         return None
-    whole = _global_examples(brought, layout, local_batch)
-    if whole % layout.count:
+    global_size = _global_batch_size(local_size, layout, local_batch)
+    if global_size % layout.num_tiles:
         return (
-            f'{tree.describe(index)}: the global batch of {whole} examples does not divide by '
-            f'{layout.count} shards'
+            f'{tree.describe(index)}: the global batch of {global_size} examples does not divide by '
+            f'{layout.num_tiles} shards'
         )
     return None
 
 
-def _global_examples(brought: int, layout: BatchLayout, local_batch: LocalBatch) -> int:
-    """The rows of the whole batch, of which this process brings so many."""
+def _global_batch_size(local_size: int, layout: BatchLayout, local_batch: LocalBatchChoice) -> int:
+    """Returns the number of examples of the global batch."""
     if local_batch == 'addressable':
-        return brought // len(layout.here) * layout.count
-    return brought * len(process_collectives.processes_of(layout.mesh).indices)
+        return local_size // len(layout.local_tiles) * layout.num_tiles
+    return local_size * len(process_collectives.processes_of(layout.mesh).indices)
 
 
-def place(part: ProcessBatch, *, keep: bool = True) -> Finish:
-    """Puts a part on this process's devices; returns what completes the global arrays.
+def place(batch: LocalBatch, *, keep: bool = True) -> Finish:
+    """Copies a local batch to this process's devices; returns the function that completes the global arrays.
 
-    Only what is returned communicates, and only if rows have to move.
+    Only that function communicates, and only if examples have to move.
 
     Args:
-        part: the part.
-        keep: that the memory of the part will not change while the arrays exist, so that they may share it
-            (as they do on CPU), or copy from it later.
+        batch: the local batch.
+        keep: whether the memory of the batch stays unchanged while the arrays exist, so that they may share
+            it (as they do on CPU), or copy from it later.
     """
-    tree, mesh = part.tree, part.options.mesh
+    tree, mesh = batch.tree, batch.options.mesh
     copy = not keep and mesh.devices.flat[0].platform == 'cpu'
     if process_collectives.processes_of(mesh).is_multiprocess:
-        placed = [_place_leaf(part, i, copy) for i in range(len(tree))]
+        placed = [_place_leaf(batch, i, copy) for i in range(len(tree))]
         if not keep:
             jax.block_until_ready(placed)
-        return lambda: tree.treedef.unflatten(_finish(part, placed))
-    # All rows are here, so this is a plain transfer: one for all leaves. Python numbers get weak types in it.
+        return lambda: tree.treedef.unflatten(_complete(batch, placed))
+    # One transfer for all leaves, in which Python numbers get weak types: this process has all examples.
     leaves = [
-        _host(leaf, copy) if copy and hasattr(leaf, 'dtype') and not isinstance(leaf, jax.Array) else leaf
+        _to_numpy(leaf, copy) if copy and hasattr(leaf, 'dtype') and not isinstance(leaf, jax.Array) else leaf
         for leaf in tree.leaves
     ]
-    arrays = jax.device_put(leaves, list(part.shardings))
+    arrays = jax.device_put(leaves, list(batch.shardings))
     if not keep:
         jax.block_until_ready(arrays)
     return lambda: tree.treedef.unflatten(arrays)
 
 
-def _host(leaf: Any, copy: bool) -> np.ndarray:
-    """A leaf as numpy has it, with the dtype that it has on devices (keys: their data)."""
+def _to_numpy(leaf: Any, copy: bool) -> np.ndarray:
+    """Converts a leaf to a NumPy array of the dtype that it has on devices; keys to their data."""
     if isinstance(leaf, jax.Array):
         return np.asarray(jax.random.key_data(leaf) if is_prng_key(leaf) else leaf)
     if not hasattr(leaf, 'dtype'):
@@ -316,43 +326,44 @@ def _host(leaf: Any, copy: bool) -> np.ndarray:
     return np.array(leaf) if copy else np.asarray(leaf)
 
 
-def _place_leaf(part: ProcessBatch, index: int, copy: bool) -> Any:
-    """A leaf on this process's devices: the global array, or rows that `_finish` has to move."""
-    layout, axis, sharding = part.layout, part.axes[index], part.shardings[index]
-    host = _host(part.tree.leaves[index], copy)
+def _place_leaf(batch: LocalBatch, index: int, copy: bool) -> Any:
+    """Returns a leaf on this process's devices: the global array, or examples that `_complete` moves."""
+    layout, axis, sharding = batch.layout, batch.axes[index], batch.shardings[index]
+    array = _to_numpy(batch.tree.leaves[index], copy)
     if axis is None:
-        return jax.make_array_from_callback(host.shape, sharding, lambda _: host)
-    # The data of keys have dimensions of their own, behind those of the keys.
-    shape = (*part.shapes[index], *host.shape[len(part.shapes[index]) :])
-    if not host.size:
-        # Nothing has to move, and of a program's outputs without elements XLA gives every device the whole.
-        nothing = np.empty(sharding.shard_shape(shape), host.dtype)
-        return jax.make_array_from_callback(shape, sharding, lambda _: nothing)
-    if part.options.local_batch == 'equal_share' and not layout.is_in_order:
-        return process_collectives.concat_by_process(layout.mesh, host, axis)
-    blocks = dict(zip(layout.here, np.split(host, len(layout.here), axis), strict=True))
-    size = shape[axis] // layout.count
+        return jax.make_array_from_callback(array.shape, sharding, lambda _: array)
+    # The data of keys have additional trailing dimensions.
+    shape = (*batch.shapes[index], *array.shape[len(batch.shapes[index]) :])
+    if not array.size:
+        # Nothing has to move, and XLA gives every device the unsharded output if it has no elements.
+        empty = np.empty(sharding.shard_shape(shape), array.dtype)
+        return jax.make_array_from_callback(shape, sharding, lambda _: empty)
+    if batch.options.local_batch == 'equal_share' and not layout.is_in_process_order:
+        return process_collectives.concat_by_process(layout.mesh, array, axis)
+    tiles = np.split(array, len(layout.local_tiles), axis)
+    tile_by_index = dict(zip(layout.local_tiles, tiles, strict=True))
+    size = shape[axis] // layout.num_tiles
 
-    def block(index: tuple[slice, ...] | None) -> np.ndarray:
-        return blocks[(cast(tuple[slice, ...], index)[axis].start or 0) // size]
+    def tile(index: tuple[slice, ...] | None) -> np.ndarray:
+        return tile_by_index[(cast(tuple[slice, ...], index)[axis].start or 0) // size]
 
-    return jax.make_array_from_callback(shape, sharding, block)
+    return jax.make_array_from_callback(shape, sharding, tile)
 
 
-def _finish(part: ProcessBatch, placed: Sequence[Any]) -> list[jax.Array]:
-    """The global arrays."""
+def _complete(batch: LocalBatch, placed: Sequence[Any]) -> list[jax.Array]:
+    """Moves examples to the devices that need them, and returns the global arrays."""
     arrays = list(placed)
-    for i, (array, sharding) in enumerate(zip(placed, part.shardings, strict=True)):
+    for i, (array, sharding) in enumerate(zip(placed, batch.shardings, strict=True)):
         if isinstance(array, np.ndarray):
             arrays[i] = process_collectives.allgather_and_shard(
-                part.options.mesh, array, cast(int, part.axes[i]), sharding
+                batch.options.mesh, array, cast(int, batch.axes[i]), sharding
             )
         elif array.sharding != sharding:
-            process_collectives.bound_queue(part.options.mesh)
+            process_collectives.bound_queue(batch.options.mesh)
             arrays[i] = process_collectives.without_mesh_context(jax.device_put, array, sharding)
-    for i, leaf in enumerate(part.tree.leaves):
+    for i, leaf in enumerate(batch.tree.leaves):
         if is_prng_key(leaf):
-            arrays[i] = wrap_keys(arrays[i], leaf, part.shardings[i])
+            arrays[i] = wrap_keys(arrays[i], leaf, batch.shardings[i])
         elif is_weakly_typed(leaf):
             arrays[i] = weakly_typed(arrays[i])
     return arrays

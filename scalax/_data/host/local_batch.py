@@ -1,4 +1,4 @@
-"""Host data of global arrays: the rows of each process, assembled from its devices."""
+"""Local batches from global arrays: the examples of each process, assembled from its shards."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from scalax._data.host.transfer import agree_to_fetch, fetch, reject_tracers
 from scalax.errors import DataError, shown_leaves
 
 Box = tuple[tuple[int, int], ...]
+"""A block of a global array: the start and the end along each dimension."""
+LocalBatchChoice = Literal['equal_share', 'addressable']
 
 
-def global_array_to_local_data(
-    pytree: Any, batch_axis: int, local_batch: Literal['equal_share', 'addressable']
-) -> Any:
-    """The rows of global arrays that this process has, as NumPy arrays."""
+def global_array_to_local_data(pytree: Any, batch_axis: int, local_batch: LocalBatchChoice) -> Any:
+    """Implements `MeshShardingHelper.global_array_to_local_data`."""
     axis = checked_axis(batch_axis)
     if local_batch not in ('equal_share', 'addressable'):
         raise DataError(f"local_batch is 'equal_share' or 'addressable', got {local_batch!r}")
@@ -33,32 +33,32 @@ def global_array_to_local_data(
             f'global arrays have no local share along axis {axis}:\n{shown_leaves(filter(None, faults))}\n'
             'What to do: choose another batch_axis, or fetch entire arrays with helper.gather.'
         )
-    if fetched := [
-        i
-        for i, leaf in enumerate(tree.leaves)
-        if local_batch == 'equal_share' and _has_rows_elsewhere(leaf, axis)
-    ]:
+    if local_batch == 'equal_share' and (
+        fetched := [i for i, leaf in enumerate(tree.leaves) if _needs_fetch(leaf, axis)]
+    ):
         agree_to_fetch('global_array_to_local_data', tree, fetched)
-    return tree.treedef.unflatten([_local_part(leaf, axis, local_batch) for leaf in tree.leaves])
+    return tree.treedef.unflatten([_local_leaf(leaf, axis, local_batch) for leaf in tree.leaves])
 
 
-def _fault(tree: NamedTree, index: int, axis: int, local_batch: str) -> str | None:
-    """What is wrong with one leaf, or None; found from all devices, so that all processes find it."""
+def _fault(tree: NamedTree, index: int, axis: int, local_batch: LocalBatchChoice) -> str | None:
+    """Returns why a leaf has no local batch on some process: the same text on every process."""
     leaf = tree.leaves[index]
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.ndim == 0:
         return None
     if not -leaf.ndim <= axis < leaf.ndim:
         return f'{tree.describe(index)} has no axis {axis}'
-    boxes = _boxes_by_process(leaf)
+    boxes_by_process = _boxes_by_process(leaf)
     if local_batch == 'equal_share':
         size = leaf.shape[axis]
-        if size % len(boxes):
+        if size % len(boxes_by_process):
             return (
-                f'{tree.describe(index)}: {size} examples do not divide by {len(boxes)} processes; '
-                "local_batch='addressable' gives those that the devices of each hold"
+                f'{tree.describe(index)}: {size} examples do not divide by {len(boxes_by_process)} '
+                "processes; local_batch='addressable' gives the examples that the devices of each process hold"
             )
     elif not all(
-        _holds(mine, leaf.shape, axis % leaf.ndim, *box[axis]) for mine in boxes.values() for box in mine
+        _cover(boxes, leaf.shape, axis % leaf.ndim, *box[axis])
+        for boxes in boxes_by_process.values()
+        for box in boxes
     ):
         return (
             f'{tree.describe(index)}: no process holds entire examples, because another axis is sharded '
@@ -67,47 +67,50 @@ def _fault(tree: NamedTree, index: int, axis: int, local_batch: str) -> str | No
     return None
 
 
-def _local_part(leaf: Any, batch_axis: int, local_batch: str) -> Any:
+def _local_leaf(leaf: Any, batch_axis: int, local_batch: LocalBatchChoice) -> Any:
+    """Returns the local batch of one leaf."""
     if is_prng_key(leaf):
-        # numpy has no typed keys: their data is fetched, and wrapped again.
-        data = _local_part(
-            without_mesh_context(jax.random.key_data, leaf), batch_axis % max(leaf.ndim, 1), local_batch
-        )
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        # NumPy has no typed keys, so this fetches their data and wraps it again.
+        data = without_mesh_context(jax.random.key_data, leaf)
+        local_data = _local_leaf(data, batch_axis % max(leaf.ndim, 1), local_batch)
+        return jax.random.wrap_key_data(local_data, impl=jax.random.key_impl(leaf))
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
         return np.asarray(leaf)
     if leaf.ndim == 0:
         return np.asarray(leaf.addressable_data(0))
     axis = batch_axis % leaf.ndim
-    boxes = _boxes_by_process(leaf)
+    boxes_by_process = _boxes_by_process(leaf)
     if local_batch == 'addressable':
-        return _assemble(leaf, axis, sorted({box[axis] for box in boxes[jax.process_index()]}))
-    start, stop = _parts(leaf, axis, boxes)[jax.process_index()]
-    if _has_rows_elsewhere(leaf, axis):
+        return _assemble(leaf, axis, sorted({box[axis] for box in boxes_by_process[jax.process_index()]}))
+    start, stop = _equal_shares(leaf, axis, boxes_by_process)[jax.process_index()]
+    if _needs_fetch(leaf, axis):
         return fetch(leaf)[(*[slice(None)] * axis, slice(start, stop))]
     return _assemble(leaf, axis, [(start, stop)])
 
 
-def _parts(leaf: jax.Array, axis: int, boxes: Mapping[int, set[Box]]) -> dict[int, tuple[int, int]]:
-    """For each process the rows of its equal part."""
-    size = leaf.shape[axis] // len(boxes)
-    return {process: (i * size, (i + 1) * size) for i, process in enumerate(sorted(boxes))}
+def _equal_shares(leaf: jax.Array, axis: int, processes: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """Returns process -> the start and stop of its equal share of the examples."""
+    ordered = sorted(processes)
+    size = leaf.shape[axis] // len(ordered)
+    return {process: (i * size, (i + 1) * size) for i, process in enumerate(ordered)}
 
 
-def _has_rows_elsewhere(leaf: Any, axis: int) -> bool:
-    """Whether the part of some process is on the devices of another, so that all processes fetch the leaf."""
+def _needs_fetch(leaf: Any, axis: int) -> bool:
+    """Returns whether devices of other processes hold a share, so that all processes fetch the leaf."""
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.ndim == 0:
         return False
-    axis, boxes = axis % leaf.ndim, _boxes_by_process(leaf)
-    parts = _parts(leaf, axis, boxes)
-    return not all(_holds(boxes[process], leaf.shape, axis, *parts[process]) for process in boxes)
+    axis, boxes_by_process = axis % leaf.ndim, _boxes_by_process(leaf)
+    shares = _equal_shares(leaf, axis, boxes_by_process)
+    return not all(
+        _cover(boxes, leaf.shape, axis, *shares[process]) for process, boxes in boxes_by_process.items()
+    )
 
 
 def _boxes_by_process(leaf: jax.Array) -> dict[int, set[Box]]:
-    """The different parts of an array that the devices of each process hold."""
-    placed: Mapping[Any, Any] = leaf.sharding.devices_indices_map(leaf.shape)
+    """Returns process -> the distinct boxes that its devices hold."""
+    indices: Mapping[Any, Any] = leaf.sharding.devices_indices_map(leaf.shape)
     boxes: dict[int, set[Box]] = {}
-    for device, index in placed.items():
+    for device, index in indices.items():
         boxes.setdefault(device.process_index, set()).add(_box(index, leaf.shape))
     return boxes
 
@@ -120,34 +123,33 @@ def _volume(box: Iterable[tuple[int, int]]) -> int:
     return math.prod(max(stop - start, 0) for start, stop in box)
 
 
-def _holds(boxes: Iterable[Box], shape: Sequence[int], axis: int, start: int, stop: int) -> bool:
-    """Whether boxes, no two of which overlap, hold the rows *start*:*stop* whole."""
-    held = sum(_volume(_cut(box, axis, start, stop)) for box in boxes)
-    return held == _volume(_cut(tuple((0, size) for size in shape), axis, start, stop))
+def _cover(boxes: Iterable[Box], shape: Sequence[int], axis: int, start: int, stop: int) -> bool:
+    """Returns whether disjoint boxes cover all elements of the examples *start*:*stop*."""
+    covered = sum(_volume(_clip(box, axis, start, stop)) for box in boxes)
+    return covered == _volume(_clip(tuple((0, size) for size in shape), axis, start, stop))
 
 
-def _cut(box: Box, axis: int, start: int, stop: int) -> Box:
-    """A box without the rows outside of *start*:*stop*."""
-    first, last = box[axis]
-    return (*box[:axis], (max(first, start), min(last, stop)), *box[axis + 1 :])
+def _clip(box: Box, axis: int, start: int, stop: int) -> Box:
+    """Clips a box to the examples *start*:*stop*."""
+    box_start, box_stop = box[axis]
+    return (*box[:axis], (max(box_start, start), min(box_stop, stop)), *box[axis + 1 :])
 
 
-def _assemble(leaf: jax.Array, axis: int, wanted: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Rows that this process's devices hold, in ascending order."""
+def _assemble(leaf: jax.Array, axis: int, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Copies ranges of examples, which this process's devices hold, into one array."""
     shape = list(leaf.shape)
-    shape[axis] = sum(stop - start for start, stop in wanted)
+    shape[axis] = sum(stop - start for start, stop in ranges)
     result = np.empty(shape, leaf.dtype)
-    held = {_box(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
-    parts = jax.device_get(held)
+    shards = jax.device_get({_box(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards})
     offset = 0
-    for start, stop in wanted:
-        for box, data in parts.items():
-            rows = _cut(box, axis, start, stop)
-            if not _volume(rows):
+    for start, stop in ranges:
+        for box, data in shards.items():
+            part = _clip(box, axis, start, stop)
+            if not _volume(part):
                 continue
-            target = [slice(*sides) for sides in rows]
-            target[axis] = slice(rows[axis][0] - start + offset, rows[axis][1] - start + offset)
-            source = slice(rows[axis][0] - box[axis][0], rows[axis][1] - box[axis][0])
+            target = [slice(*bounds) for bounds in part]
+            target[axis] = slice(part[axis][0] - start + offset, part[axis][1] - start + offset)
+            source = slice(part[axis][0] - box[axis][0], part[axis][1] - box[axis][0])
             result[tuple(target)] = data[(*[slice(None)] * axis, source)]
         offset += stop - start
     return result

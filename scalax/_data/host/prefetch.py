@@ -1,8 +1,8 @@
-"""Prefetching: a thread loads the next batches while a step runs, and does host work only.
+"""Prefetching of batches in a thread while a step runs.
 
-The thread asks the iterable for batches and puts each on this process's own devices. What all processes do
-together happens in the consumer's ``next``: collectives of a thread and those of the step would start in
-different orders on different processes, which would wait for one another for ever.
+The thread reads batches from the iterable and copies each to the devices of this process. Collectives run in
+the consumer's ``next``: if a thread started them, processes would start collectives of the thread and of the
+step in different orders, and wait for one another forever.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from scalax._data.host import global_batch, process_collectives
 from scalax.errors import DataError
 
 Batch = TypeVar('Batch')
-_PATIENCE = 5.0  # seconds that closing waits for a loader that is in the middle of a batch
+_CLOSE_TIMEOUT = 5.0  # seconds that closing waits for a loader that is loading a batch
 
 
 @dataclasses.dataclass(frozen=True)
 class _Item:
-    """A batch or an error; an empty one marks the end of the data."""
+    """A batch or an error. An empty item marks the end of the data."""
 
-    part: global_batch.ProcessBatch | None = None
+    batch: global_batch.LocalBatch | None = None
     finish: global_batch.Finish | None = None
     error: BaseException | None = None
-    iterator_state: Any = None  # once it had given this batch
+    iterator_state: Any = None  # after the iterator returned this batch
 
 
-class _Shared:
-    """What the thread and the consumer share. The thread has no other reference to the consumer.
+class _Buffer:
+    """The queue of batches between the thread and the consumer.
 
-    SimpleQueue is reentrant: `stop` may run from the garbage collector.
+    The thread has no other reference to the consumer, which can therefore be garbage-collected. SimpleQueue
+    is reentrant: `stop` may run from the garbage collector.
     """
 
     def __init__(self, size: int) -> None:
@@ -58,33 +59,33 @@ class _Shared:
 
 
 # Stopped at exit: the interpreter aborts if a thread still runs inside JAX.
-_running: dict[threading.Thread, _Shared] = {}
+_running: dict[threading.Thread, _Buffer] = {}
 
 
 @atexit.register
 def _stop_all() -> None:
-    left = list(_running.items())
-    for _, shared in left:
-        shared.stop()
-    for thread, _ in left:
-        thread.join(_PATIENCE)
+    threads = list(_running.items())
+    for _, buffer in threads:
+        buffer.stop()
+    for thread, _ in threads:
+        thread.join(_CLOSE_TIMEOUT)
 
 
 class Prefetch(Iterator[Batch], contextlib.AbstractContextManager['Prefetch[Batch]']):
-    """An iterator of global arrays that are loaded ahead: what `MeshShardingHelper.prefetch` returns.
+    """The iterator of prefetched global batches that `MeshShardingHelper.prefetch` returns.
 
     Its thread ends with the iterable, with `close`, at the end of a ``with`` block, or when the iterator is
     garbage-collected.
 
-    Threads may share one: each batch is given once, in the order of the data, and all of them see the end.
-    One of them gets an error; for the others iteration ends.
+    Threads may share an iterator: each batch is returned once, in the order of the data, and all threads see
+    the end. An error is raised in one of them; for the others the iteration ends.
 
-    A ``next`` that is interrupted (Ctrl-C) loses no batch: the following one gives it. Of several processes
-    the others have continued without the interrupted one, so there each later ``next`` is an error.
+    A ``next`` that is interrupted (Ctrl-C) loses no batch: the following ``next`` returns it. With several
+    processes, every later ``next`` is an error, because the other processes have continued.
 
-    The iterator of *iterable* is ahead of the loop by as many batches as are loaded. Where it has a state
-    (``get_state``, as Grain's have), `get_state` is the state after the last batch that the loop was given:
-    what belongs in a checkpoint.
+    The iterator of *iterable* is ahead of the loop by the number of prefetched batches. If it has a state
+    (``get_state``, as in Grain), `get_state` returns the state after the last batch that the loop received:
+    save that one in checkpoints.
     """
 
     def __init__(
@@ -93,27 +94,27 @@ class Prefetch(Iterator[Batch], contextlib.AbstractContextManager['Prefetch[Batc
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise DataError(f'size is how many batches are loaded ahead, at least 1, got {size!r}')
         process_collectives.require_this_process(options.mesh)
-        self._together = check and process_collectives.processes_of(options.mesh).is_multiprocess
+        self._must_agree = check and process_collectives.processes_of(options.mesh).is_multiprocess
         self._options = options
-        # What processes do together has one order on all of them, whichever threads ask for batches.
-        self._turn = threading.Lock()
-        self._shared = _Shared(size)
-        self._taken: list[_Item] = []  # the item of the next batch, until that is given; at most one
+        # Collectives need the same order on every process, whichever threads call `next`.
+        self._lock = threading.Lock()
+        self._buffer = _Buffer(size)
+        self._pending: list[_Item] = []  # the item of the next batch, until it is returned; at most one
         self._count = 0
         self._done = self._interrupted = False
-        # Here, so that an error about an object that is not iterable is not raised in the thread.
+        # Called here, so that an object that is not iterable is an error here, and not in the thread.
         iterator = iter(iterable)
         self._stateful = hasattr(iterator, 'get_state')
         self._iterator_state = _state_of(iterator)
-        arguments = (iterator, options, self._shared, ThreadState(in_contexts=True))
+        arguments = (iterator, options, self._buffer, ThreadState(in_contexts=True))
         self._thread = threading.Thread(target=_load, args=arguments, name='scalax-prefetch', daemon=True)
-        _running[self._thread] = self._shared
+        _running[self._thread] = self._buffer
         self._thread.start()
-        self._finalizer = weakref.finalize(self, self._shared.stop)
+        self._finalizer = weakref.finalize(self, self._buffer.stop)
         self._finalizer.atexit = False
 
     def __next__(self) -> Batch:
-        with self._turn:
+        with self._lock:
             if self._done:
                 raise StopIteration
             if self._interrupted:
@@ -121,32 +122,33 @@ class Prefetch(Iterator[Batch], contextlib.AbstractContextManager['Prefetch[Batc
                     'prefetch was interrupted while processes agreed on a batch, and the others have '
                     'continued: end the program on all of them, and restart it from a checkpoint'
                 )
-            if not self._taken:
-                # Without a step of Python between the queue and the list, where a signal would lose the item.
-                items = map(queue.SimpleQueue.get, itertools.repeat(self._shared.items))
-                self._taken.extend(itertools.islice(items, 1))
-            item = self._taken[0]
+            if not self._pending:
+                # One call, so that a signal handler cannot run between the queue and the list.
+                items = map(queue.SimpleQueue.get, itertools.repeat(self._buffer.items))
+                self._pending.extend(itertools.islice(items, 1))
+            item = self._pending[0]
             try:
-                batch = self._completed(item)
+                batch = self._complete(item)
             except BaseException as error:
                 if isinstance(error, Exception) or error is item.error:
-                    self._taken.clear()
+                    self._pending.clear()
                     self._done = True
                     self._finalizer()
                 else:  # Ctrl-C
-                    self._interrupted = self._together
+                    self._interrupted = self._must_agree
                 raise
-            self._taken.clear()
+            self._pending.clear()
             return batch
 
-    def _completed(self, item: _Item) -> Batch:
-        """The batch, once all processes have one."""
-        if self._shared.stopped:
+    def _complete(self, item: _Item) -> Batch:
+        """Returns the global batch, after all processes have agreed that they have a local batch."""
+        if self._buffer.stopped:
             raise StopIteration
         error = item.error
-        if self._together:
-            ended = f'has no more data after {self._count} batches' if item.part is None else 'has more data'
-            global_batch.agree(self._options, 'prefetch', item.part, error, ended)
+        if self._must_agree:
+            has_ended = item.batch is None
+            state = f'has no more data after {self._count} batches' if has_ended else 'has more data'
+            global_batch.agree(self._options, 'prefetch', item.batch, error, state)
         else:
             process_collectives.bound_queue(self._options.mesh)
         if error is not None:
@@ -156,11 +158,11 @@ class Prefetch(Iterator[Batch], contextlib.AbstractContextManager['Prefetch[Batc
         batch: Batch = item.finish()
         self._iterator_state = item.iterator_state
         self._count += 1
-        self._shared.free_slots.put(None)
+        self._buffer.free_slots.put(None)
         return batch
 
     def get_state(self) -> Any:
-        """The state of the iterator after the last batch that the loop was given, whatever is loaded ahead.
+        """Returns the state of the iterator after the last batch that the loop received.
 
         Raises:
             DataError: the iterator has no state.
@@ -193,11 +195,11 @@ class Prefetch(Iterator[Batch], contextlib.AbstractContextManager['Prefetch[Batc
         return copy.deepcopy(self._iterator_state)
 
     def close(self) -> None:
-        """Stops loading, and lets go of what is loaded. Later ``next`` calls end the iteration."""
+        """Stops loading, and drops prefetched batches. A later ``next`` ends the iteration."""
         self._done = True
         self._finalizer()
         if self._thread is not threading.current_thread():
-            self._thread.join(_PATIENCE)
+            self._thread.join(_CLOSE_TIMEOUT)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -206,37 +208,35 @@ class Prefetch(Iterator[Batch], contextlib.AbstractContextManager['Prefetch[Batc
 
 
 def _load(
-    iterator: Iterator[Any], options: global_batch.BatchOptions, shared: _Shared, thread_state: ThreadState
+    iterator: Iterator[Any], options: global_batch.BatchOptions, buffer: _Buffer, thread_state: ThreadState
 ) -> None:
-    """The body of the thread. The loader runs under the state of the thread that called `prefetch`."""
+    """Runs the loader in this thread, under the state of the thread that called `prefetch`."""
     try:
-        thread_state.run(lambda: _load_all(iterator, options, shared))
-    except BaseException as error:  # noqa: BLE001 - raised by the thread that takes the batches
-        shared.items.put(_Item(error=error))
+        thread_state.run(lambda: _load_all(iterator, options, buffer))
+    except BaseException as error:  # noqa: BLE001 - raised by the consumer
+        buffer.items.put(_Item(error=error))
     finally:
         _running.pop(threading.current_thread(), None)
 
 
-def _load_all(iterator: Iterator[Any], options: global_batch.BatchOptions, shared: _Shared) -> None:
-    """Loads batches until the data ends or `Prefetch` is closed."""
+def _load_all(iterator: Iterator[Any], options: global_batch.BatchOptions, buffer: _Buffer) -> None:
+    """Loads batches until the data end or `Prefetch` is closed."""
     while True:
-        shared.free_slots.get()
-        if shared.stopped:
+        buffer.free_slots.get()
+        if buffer.stopped:
             return
         try:
             tree = next(iterator)
         except StopIteration:
-            shared.items.put(_Item())
+            buffer.items.put(_Item())
             return
-        part = global_batch.read(options, tree)
-        # Copied: a loader may fill the same memory with its next batch.
-        shared.items.put(
-            _Item(part, global_batch.place(part, keep=False), iterator_state=_state_of(iterator))
-        )
-        del tree, part  # the consumer's alone now
+        batch = global_batch.read(options, tree)
+        finish = global_batch.place(batch, keep=False)  # a loader may overwrite the memory of its batch
+        buffer.items.put(_Item(batch, finish, iterator_state=_state_of(iterator)))
+        del tree, batch, finish  # only the consumer holds the batch now
 
 
 def _state_of(iterator: Iterator[Any]) -> Any:
-    """A copy of its state, if it has one."""
+    """Returns a copy of the state of an iterator; None if it has no state."""
     get_state = getattr(iterator, 'get_state', None)
     return None if get_state is None else copy.deepcopy(get_state())

@@ -1,8 +1,8 @@
-"""Collectives that carry host data between the processes of a mesh.
+"""Collectives that exchange host data between the processes of a mesh.
 
 They run on the devices of the mesh, because only these are known to be connected. Every process has to call
-them in the same order, and from the thread that runs its compiled functions: two collectives that processes
-start in different orders wait for one another for ever.
+them in the same order, and from the thread that runs its compiled functions: if two processes start two
+collectives in different orders, both wait forever.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from scalax._data.host import exit_handler
 from scalax._jax.device_queue import fence_program
 from scalax.errors import DataError
 
-_LONGEST_QUEUE = 8  # batches: a step may be several programs, of which XLA takes 32
-_given = itertools.count(1)
+_CALLS_PER_WAIT = 8  # each may queue several programs, and XLA queues at most 32
+_queue_calls = itertools.count(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """The processes that hold devices of a mesh, in ascending order.
+    """The processes that have devices in a mesh, in ascending order.
 
     Attributes:
-        indices: their process indices.
-        devices: all devices of the mesh, by process and then by id: an order that all processes share,
-            however each of them came by the mesh.
+        indices: the process indices.
+        devices: all devices of the mesh, by process and then by id: the same order on every process.
         owners: for each of these devices, the position of its process in *indices*.
-        order: a digest of where in the mesh each device is.
+        order: a digest of the positions of the devices in the mesh.
     """
 
     indices: tuple[int, ...]
@@ -53,147 +52,153 @@ class Processes:
         return len(self.indices) > 1
 
     @property
-    def here(self) -> int:
-        """The position of this process.
+    def position(self) -> int:
+        """The position of this process in *indices*.
 
         Raises:
-            DataError: it holds no device of the mesh.
+            DataError: it has no device in the mesh.
         """
-        me = jax.process_index()
-        if me not in self.indices:
+        index = jax.process_index()
+        if index not in self.indices:
             listed = ', '.join(map(str, self.indices))
             raise DataError(
-                f'this is process {me}, and the mesh has devices of these processes only: {listed}. Call '
-                'this on those processes, or make the mesh of devices of all'
+                f'process {index} has no devices in this mesh (its devices belong to processes {listed}). '
+                'Call this on those processes only, or make the mesh from devices of all processes'
             )
-        return self.indices.index(me)
+        return self.indices.index(index)
 
 
 @functools.lru_cache(maxsize=64)
 def processes_of(mesh: Mesh) -> Processes:
-    """The processes of a mesh; if there are several, the program's exit waits for what moves between them."""
+    """Returns the processes of a mesh. If there are several, the exit of the program waits for transfers."""
     devices = sorted(mesh.devices.flat, key=lambda device: (device.process_index, device.id))
     indices = sorted({device.process_index for device in devices})
     owners = tuple(indices.index(device.process_index) for device in devices)
     if len(indices) > 1:
         exit_handler.wait_at_exit(devices[0].platform)
-    placed = [(device.process_index, device.id) for device in mesh.devices.flat]
-    order = hashlib.blake2b(repr((mesh.devices.shape, placed)).encode(), digest_size=8).hexdigest()
+    ids = [(device.process_index, device.id) for device in mesh.devices.flat]
+    order = hashlib.blake2b(repr((mesh.devices.shape, ids)).encode(), digest_size=8).hexdigest()
     return Processes(tuple(indices), tuple(devices), owners, order)
 
 
 def all_processes() -> Mesh:
-    """A mesh of all devices."""
+    """Returns a mesh of all devices."""
     return Mesh(np.asarray(jax.devices(), dtype=object), ('device',))
 
 
 def require_this_process(mesh: Mesh) -> None:
-    """Raises DataError if this process holds no device of the mesh."""
-    _ = processes_of(mesh).here
+    """Raises DataError if this process has no device in the mesh."""
+    _ = processes_of(mesh).position
 
 
-def gather(mesh: Mesh, row: np.ndarray) -> np.ndarray:
-    """The rows of all processes, stacked in their order; one all-gather.
+def gather(mesh: Mesh, array: np.ndarray) -> np.ndarray:
+    """Stacks the arrays of all processes, in their order, with one all-gather.
 
     Args:
-        mesh: where.
-        row: of one shape and dtype (32 bits) on every process.
+        mesh: the mesh of the processes.
+        array: an array of the same shape and dtype (of 32 bits) on every process.
     """
     grid = _grid(mesh)
-    whole = _stack_processes(grid, row, PartitionSpec('process'))
-    gathered = without_mesh_context(identity(NamedSharding(grid, PartitionSpec())), whole)
+    stacked = _stack_processes(grid, array, PartitionSpec('process'))
+    gathered = without_mesh_context(identity(NamedSharding(grid, PartitionSpec())), stacked)
     return np.asarray(gathered.addressable_data(0))
 
 
 def gather_bytes(mesh: Mesh, data: bytes) -> list[bytes]:
-    """The bytes of each process, in their order; two all-gathers, the first of the lengths."""
+    """Returns the bytes of each process, with two all-gathers, the first of their lengths."""
     lengths = gather(mesh, np.asarray([len(data)], np.int32))[:, 0]
-    rows = gather(mesh, _words(np.frombuffer(data, np.uint8), int(lengths.max())))
-    return [row.view(np.uint8)[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+    words = gather(mesh, _as_words(np.frombuffer(data, np.uint8), int(lengths.max())))
+    return [row.view(np.uint8)[:length].tobytes() for row, length in zip(words, lengths, strict=True)]
 
 
 def gather_json(mesh: Mesh, value: Any) -> list[Any]:
-    """The values of all processes, in their order, as JSON keeps them; one process communicates nothing."""
+    """Returns the values of all processes, converted to JSON and back.
+
+    A single process communicates nothing, and its value is not converted.
+    """
     if not processes_of(mesh).is_multiprocess:
         return [value]
     return [json.loads(data) for data in gather_bytes(mesh, json.dumps(value).encode())]
 
 
 def broadcast(mesh: Mesh, position: int, data: np.ndarray) -> np.ndarray:
-    """The bytes that one process has, on every process; one all-reduce, split over each one's devices.
+    """Returns the bytes of one process on every process, with one all-reduce.
 
     Args:
-        mesh: where.
-        position: of the process whose bytes count.
-        data: its bytes (uint8); elsewhere anything of the same size.
+        mesh: the mesh of the processes.
+        position: the position of the process whose bytes to return.
+        data: its bytes (uint8); on other processes any bytes of the same size.
     """
     grid = _grid(mesh)
     devices = grid.shape['device']
-    words = _words(data, -(-data.size // (4 * devices)) * 4 * devices)
-    if processes_of(mesh).here != position:
+    words = _as_words(data, -(-data.size // (4 * devices)) * 4 * devices)
+    if processes_of(mesh).position != position:
         words = np.zeros_like(words)
-    whole = _stack_processes(grid, words, PartitionSpec('process', 'device'))
-    # Integers, all but one of them zero: their sum has every bit as it was.
-    parts = without_mesh_context(_sum_over_processes(grid), whole).addressable_shards
-    ordered = sorted(parts, key=lambda part: part.index[0].indices(words.size)[0])
-    return np.concatenate(jax.device_get([part.data for part in ordered])).view(np.uint8)[: data.size]
+    # The devices of a process share its bytes.
+    stacked = _stack_processes(grid, words, PartitionSpec('process', 'device'))
+    # All integers but those of one process are zero, so their sum is exact.
+    shards = without_mesh_context(_sum_over_processes(grid), stacked).addressable_shards
+    ordered = sorted(shards, key=lambda shard: shard.index[0].indices(words.size)[0])
+    return np.concatenate(jax.device_get([shard.data for shard in ordered])).view(np.uint8)[: data.size]
 
 
 def broadcast_bytes(mesh: Mesh, position: int, data: bytes) -> bytes:
-    """`broadcast` of bytes whose number only their process knows."""
+    """Broadcasts bytes whose length only their process knows."""
     length = int(gather(mesh, np.asarray([len(data)], np.int32))[position, 0])
-    mine = np.resize(np.frombuffer(data, np.uint8), length)  # elsewhere only the size counts
-    return broadcast(mesh, position, mine).tobytes()
+    resized = np.resize(np.frombuffer(data, np.uint8), length)  # on other processes only the size matters
+    return broadcast(mesh, position, resized).tobytes()
 
 
-def concat_by_process(mesh: Mesh, rows: np.ndarray, axis: int) -> Any:
-    """The rows that processes bring as one array, each part on the devices of its process.
+def concat_by_process(mesh: Mesh, local: np.ndarray, axis: int) -> Any:
+    """Joins the arrays of all processes to one global array, sharded by process; communicates nothing.
 
-    ``jax.device_put`` moves the rows on from there. It does not between meshes whose processes hold different
-    numbers of devices: there this is a copy of the rows, for `allgather_and_shard`. Nothing is communicated.
+    ``jax.device_put`` reshards the result. It cannot do that between meshes whose processes have different
+    numbers of devices. For such a mesh this returns a copy of the local array, for `allgather_and_shard`.
 
     Args:
-        mesh: whose devices.
-        rows: this process's rows, as many as every process brings.
-        axis: the axis along which they are joined.
+        mesh: the mesh of the processes.
+        local: the array of this process, of the same shape on every process.
+        axis: the axis along which the arrays are joined.
     """
     grid = _grid(mesh)
     if grid.size < mesh.size:
-        return rows.copy()  # a loader may fill their memory anew
+        return local.copy()  # a loader may overwrite its memory
     processes, devices = grid.devices.shape
-    over = grid.axis_names if rows.shape[axis] % devices == 0 else grid.axis_names[:1]
-    sharding = NamedSharding(grid, PartitionSpec(*[None] * axis, over))
-    shape = (*rows.shape[:axis], processes * rows.shape[axis], *rows.shape[axis + 1 :])
-    return jax.make_array_from_process_local_data(sharding, rows, shape)
+    axes = grid.axis_names if local.shape[axis] % devices == 0 else grid.axis_names[:1]
+    sharding = NamedSharding(grid, PartitionSpec(*[None] * axis, axes))
+    shape = (*local.shape[:axis], processes * local.shape[axis], *local.shape[axis + 1 :])
+    return jax.make_array_from_process_local_data(sharding, local, shape)
 
 
-def allgather_and_shard(mesh: Mesh, rows: np.ndarray, axis: int, sharding: NamedSharding) -> jax.Array:
-    """The rows that processes bring as one array with a sharding. Every process gathers all of them."""
-    gathered = gather_bytes(mesh, rows.tobytes())
-    parts = [np.frombuffer(data, rows.dtype).reshape(rows.shape) for data in gathered]
-    whole = np.concatenate(parts, axis)
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+def allgather_and_shard(mesh: Mesh, local: np.ndarray, axis: int, sharding: NamedSharding) -> jax.Array:
+    """Joins the arrays of all processes to one global array with a sharding; every process gathers all."""
+    gathered = gather_bytes(mesh, local.tobytes())
+    arrays = [np.frombuffer(data, local.dtype).reshape(local.shape) for data in gathered]
+    joined = np.concatenate(arrays, axis)
+    return jax.make_array_from_callback(joined.shape, sharding, lambda index: joined[index])
 
 
 def bound_queue(mesh: Mesh) -> None:
-    """Waits now and then until simulated devices have run their programs.
+    """Waits at every eighth call until simulated devices have run their queued programs.
 
-    Called once for each batch, and for each array whose rows move.
+    Call it once for each batch, and for each array whose examples move.
 
-    XLA's CPU client queues 32 programs behind the one that runs. With a full queue, a host waits inside the
+    XLA's CPU client queues 32 programs after the running one. With a full queue, a host blocks inside the
     launch of the next program, which some of its devices have received and others have not. Collectives on
     the former then wait for the latter: a deadlock. Other devices do not need this. Nothing is communicated.
     """
-    if mesh.devices.flat[0].platform == 'cpu' and next(_given) % _LONGEST_QUEUE == 0:
-        here = tuple(one for one in processes_of(mesh).devices if one.process_index == jax.process_index())
-        jax.block_until_ready(without_mesh_context(fence_program(here)))
+    if mesh.devices.flat[0].platform == 'cpu' and next(_queue_calls) % _CALLS_PER_WAIT == 0:
+        local = tuple(
+            device for device in processes_of(mesh).devices if device.process_index == jax.process_index()
+        )
+        jax.block_until_ready(without_mesh_context(fence_program(local)))
 
 
 def without_mesh_context(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a compiled function as if no mesh were set.
+    """Calls a compiled function as if no mesh were set by ``jax.set_mesh``.
 
-    ``jax.set_mesh`` tells every compiled function which devices to use. Contexts belong to threads, so
-    where one is set the call is made in another thread, and waited for.
+    A mesh that is set determines the devices of every compiled function. Contexts belong to threads, so if a
+    mesh is set, another thread makes the call.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function(*args)
@@ -202,31 +207,32 @@ def without_mesh_context(function: Callable[..., Any], *args: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _grid(mesh: Mesh) -> Mesh:
-    """As many devices of each process as the one with the fewest has, as processes x devices."""
-    by_process = itertools.groupby(processes_of(mesh).devices, lambda device: device.process_index)
-    each = [[*devices] for _, devices in by_process]
-    count = min(map(len, each))
-    return Mesh(np.asarray([row[:count] for row in each], dtype=object), ('process', 'device'))
+    """Returns a mesh of processes x devices, with as many devices of each process as every process has."""
+    groups = itertools.groupby(processes_of(mesh).devices, lambda device: device.process_index)
+    devices_by_process = [[*devices] for _, devices in groups]
+    count = min(map(len, devices_by_process))
+    grid = np.asarray([devices[:count] for devices in devices_by_process], dtype=object)
+    return Mesh(grid, ('process', 'device'))
 
 
-def _stack_processes(grid: Mesh, row: np.ndarray, spec: PartitionSpec) -> jax.Array:
-    """An array with one row for each process, made of this process's own; nothing is communicated."""
-    shape = (grid.shape['process'], *row.shape)
+def _stack_processes(grid: Mesh, local: np.ndarray, spec: PartitionSpec) -> jax.Array:
+    """Stacks the arrays of all processes to one global array; communicates nothing."""
+    shape = (grid.shape['process'], *local.shape)
 
-    def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        return row[cast(tuple[slice, ...], index)[1:]][None]
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        return local[cast(tuple[slice, ...], index)[1:]][None]
 
-    return jax.make_array_from_callback(shape, NamedSharding(grid, spec), part)
+    return jax.make_array_from_callback(shape, NamedSharding(grid, spec), shard)
 
 
 @functools.lru_cache(maxsize=64)
 def _sum_over_processes(grid: Mesh) -> Callable[[jax.Array], jax.Array]:
-    out = NamedSharding(grid, PartitionSpec('device'))
-    return jax.jit(lambda rows: jnp.sum(rows, 0, dtype=rows.dtype), out_shardings=out)
+    sharding = NamedSharding(grid, PartitionSpec('device'))
+    return jax.jit(lambda stacked: jnp.sum(stacked, 0, dtype=stacked.dtype), out_shardings=sharding)
 
 
-def _words(data: np.ndarray, size: int) -> np.ndarray:
-    """Bytes, padded to at least *size*, as words: what every backend can add and gather."""
+def _as_words(data: np.ndarray, size: int) -> np.ndarray:
+    """Pads bytes to at least *size*, and views them as 32-bit words, which every backend can sum."""
     padded = np.zeros(-(-max(size, 1) // 4) * 4, np.uint8)
     padded[: data.size] = data
     return padded.view(np.uint32)

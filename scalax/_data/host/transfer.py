@@ -1,4 +1,4 @@
-"""Transfers of whole trees between the host and a mesh, in one dispatch a tree."""
+"""Transfers of trees between the host and a mesh, with one dispatch per tree."""
 
 from __future__ import annotations
 
@@ -24,50 +24,49 @@ from scalax._jax.tracing import ABSTRACT, is_abstract
 from scalax.errors import ArgumentError, Problem, ShardingError, StructureError
 
 _ADVICE = (
-    'What to do: call it on every process, with trees of one structure, shape and dtype, whose global arrays '
-    'are placed alike.'
+    'What to do: call it on every process, with trees of the same structure, shapes, dtypes and shardings.'
 )
 
 
 def put_on_mesh(mesh: Mesh, pytree: Any, shardings: Callable[[], Sequence[Any]]) -> Any:
-    """`put` onto a mesh, on all of its processes or on none: JAX compares what they place.
+    """Calls `put` on every process of a mesh, or on none: JAX compares the values of the processes.
 
     Args:
         mesh: the mesh of the shardings.
         pytree: the tree.
-        shardings: makes those of the leaves; where it fails on one process, the others are told.
+        shardings: makes the shardings of the leaves. If it fails on one process, all processes raise.
     """
     if not process_collectives.processes_of(mesh).is_multiprocess:
         return put(pytree, shardings())
 
     def prepare() -> tuple[list[tuple[str, str]], Sequence[Any]]:
-        made = shardings()
+        resolved = shardings()
         tree = NamedTree.of(pytree)
         return [
-            (path, f'{agreement.placed_text(leaf)} for {partition_specs.text(to.spec)}')
-            for path, leaf, to in zip(tree.paths, tree.leaves, made, strict=True)
-        ], made
+            (path, f'{agreement.placed_text(leaf)} for {partition_specs.text(sharding.spec)}')
+            for path, leaf, sharding in zip(tree.paths, tree.leaves, resolved, strict=True)
+        ], resolved
 
     call = f'mesh ({MeshAxes.of(mesh)})'
     return put(pytree, agreement.prepare_and_agree(mesh, 'shard', call, _ADVICE, prepare))
 
 
-def agree_to_fetch(what: str, tree: NamedTree, fetched: Sequence[int]) -> None:
-    """Returns if all processes fetch the same leaves, by number; raises on every process if not.
+def agree_to_fetch(function: str, tree: NamedTree, indices: Sequence[int]) -> None:
+    """Returns if all processes fetch the leaves with these indices; otherwise raises on every process.
 
-    It is done on the mesh of the first of them; a process that fetches nothing takes no part.
+    It uses the mesh of the first of these leaves. A process that fetches no leaf does not take part.
     """
-    mesh = next((mesh for i in fetched if (mesh := getattr(tree.leaves[i].sharding, 'mesh', None))), None)
+    mesh = next((mesh for i in indices if (mesh := getattr(tree.leaves[i].sharding, 'mesh', None))), None)
     if mesh is not None:
-        leaves = [(tree.paths[i], agreement.placed_text(tree.leaves[i])) for i in fetched]
-        agreement.agree(mesh, what, f'mesh ({MeshAxes.of(mesh)})', leaves, _ADVICE)
+        leaves = [(tree.paths[i], agreement.placed_text(tree.leaves[i])) for i in indices]
+        agreement.agree(mesh, function, f'mesh ({MeshAxes.of(mesh)})', leaves, _ADVICE)
 
 
 def put(pytree: Any, shardings: Sequence[Any]) -> Any:
-    """Places the leaves of a tree as NamedShardings say, leaf by leaf, in one ``jax.device_put``.
+    """Places the leaves of a tree with one NamedSharding per leaf, in one ``jax.device_put``.
 
     Raises:
-        ShardingError: some leaves are abstract, or integers that are too large; all are named.
+        ShardingError: some leaves are abstract, or integers that are too large; lists all of them.
     """
     leaves, treedef = jax.tree.flatten(pytree)
     reject_tracers(leaves, 'shard')
@@ -92,20 +91,20 @@ def put(pytree: Any, shardings: Sequence[Any]) -> Any:
 
 @contextlib.contextmanager
 def name_large_integers(pytree: Any) -> Iterator[None]:
-    """Names the leaves of a tree that have too many bits for JAX, where it raises an error about one.
+    """Replaces JAX's error about a too large integer by one that lists the leaf paths of all of them.
 
     Raises:
-        ShardingError: in place of JAX's error, which does not say where the integer is.
+        ShardingError: some Python numbers in the tree have too many bits for JAX.
     """
     try:
         yield
-    except Exception:  # OverflowError, or what the runtime says
+    except Exception:  # OverflowError, or an error of the runtime
         tree = NamedTree.of(pytree)
         problems = [
             Problem(
                 'too-large',
                 tree.describe(i),
-                f'{leaf} does not fit in {dtype}, which JAX makes of a Python int',
+                f'{leaf} does not fit in {dtype}, to which JAX converts a Python int',
                 hint='keep such a number out of the tree, or split it into several; jax_enable_x64 '
                 'allows 64 bits.',
             )
@@ -118,17 +117,17 @@ def name_large_integers(pytree: Any) -> Iterator[None]:
 
 
 def _device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-    """Like ``jax.device_put``; typed keys, which it does not send to other processes, go as their data."""
-    keys = [
+    """Calls ``jax.device_put``, which sends typed keys to other processes only as their data."""
+    key_indices = [
         i
         for i, sharding in enumerate(shardings)
         if not sharding.is_fully_addressable and is_prng_key(leaves[i]) and leaves[i].sharding != sharding
     ]
-    sent = list(leaves)
-    for i in keys:
-        sent[i] = without_mesh_context(jax.random.key_data, leaves[i])
-    placed = resharding.device_put(sent, shardings)
-    for i in keys:
+    operands = list(leaves)
+    for i in key_indices:
+        operands[i] = without_mesh_context(jax.random.key_data, leaves[i])
+    placed = resharding.device_put(operands, shardings)
+    for i in key_indices:
         placed[i] = wrap_keys(placed[i], leaves[i], shardings[i])
     for i, sharding in enumerate(shardings):
         if not sharding.is_fully_addressable and is_weakly_typed(leaves[i]):
@@ -137,73 +136,73 @@ def _device_put(leaves: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
 
 
 def weakly_typed(array: jax.Array) -> jax.Array:
-    """The array with a weak type: JAX drops it where arrays are made of the parts that processes hold."""
+    """Restores the weak type of an array, which JAX drops when it makes arrays from local shards."""
     return cast(jax.Array, without_mesh_context(weak_types.weakly_typed, array))
 
 
 def wrap_keys(data: jax.Array, like: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """The keys that have these data, sharded so, of the kind of *like*."""
-    return without_mesh_context(_wrapping(jax.random.key_impl(like), sharding), data)
+    """Makes sharded keys from their data, with the implementation of the keys *like*."""
+    return without_mesh_context(_wrap_keys_program(jax.random.key_impl(like), sharding), data)
 
 
 @functools.lru_cache(maxsize=64)
-def _wrapping(impl: Any, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def _wrap_keys_program(impl: Any, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda data: jax.random.wrap_key_data(data, impl=impl), out_shardings=sharding)
 
 
-def reject_tracers(leaves: Sequence[Any], what: str) -> None:
-    """Raises ArgumentError inside a traced function, where the compiler may ignore a transfer."""
+def reject_tracers(leaves: Sequence[Any], function: str) -> None:
+    """Raises ArgumentError if a leaf is a tracer: the compiler may ignore a transfer in a traced function."""
     if any(issubclass(kind, jax.core.Tracer) for kind in set(map(type, leaves))):
         raise ArgumentError(
-            f'{what} moves arrays, and this is a value inside a function that JAX traces, where the '
+            f'{function} moves arrays, but got a value inside a function that JAX traces, where the '
             'compiler may ignore such a move: use with_sharding_constraint there'
         )
 
 
 def to_host(pytree: Any) -> Any:
-    """Every leaf as a numpy array of its global value, on every process; other leaves stay.
+    """Converts the jax.Arrays of a tree to NumPy arrays of their global values, on every process.
 
-    Leaves that other processes hold a part of are gathered one at a time, so that at most one of them
-    is in device memory whole. Typed PRNG keys, which numpy does not know, stay jax.Arrays.
+    Leaves with shards on other processes are gathered one at a time, so that device memory holds at most one
+    global array. Typed PRNG keys, which NumPy does not support, stay jax.Arrays.
     """
     leaves, treedef = jax.tree.flatten(pytree)
-    here = _numeric_arrays(leaves)
-    # Shardings are few, and most have no parts of sums.
-    shardings = {leaves[i].sharding for i in here}
-    elsewhere: list[int] = []
+    addressable = _numeric_arrays(leaves)
+    # Distinct shardings are few, and most have no unreduced axes.
+    shardings = {leaves[i].sharding for i in addressable}
+    remote: list[int] = []
     if jax.process_count() > 1:
-        elsewhere = [i for i in here if not leaves[i].is_fully_addressable]
+        remote = [i for i in addressable if not leaves[i].is_fully_addressable]
         if fetched := [
-            i for i in elsewhere if not leaves[i].is_fully_replicated or resharding.unreduced_axes(leaves[i])
+            i for i in remote if not leaves[i].is_fully_replicated or resharding.unreduced_axes(leaves[i])
         ]:
             agree_to_fetch('gather', NamedTree.of(pytree), fetched)
-        here = [i for i in here if leaves[i].is_fully_addressable]
-    if any(isinstance(one, NamedSharding) and one.spec.unreduced for one in shardings):
-        for i in (*here, *elsewhere):
+        addressable = [i for i in addressable if leaves[i].is_fully_addressable]
+    if any(isinstance(sharding, NamedSharding) and sharding.spec.unreduced for sharding in shardings):
+        for i in (*addressable, *remote):
             leaves[i] = resharding.reduce_partial_sums(leaves[i])
-    if len(here) == len(leaves):
+    if len(addressable) == len(leaves):
         return jax.tree.unflatten(treedef, jax.device_get(leaves))
-    for i, value in zip(here, jax.device_get([leaves[i] for i in here]), strict=True):
+    for i, value in zip(addressable, jax.device_get([leaves[i] for i in addressable]), strict=True):
         leaves[i] = value
-    for i in elsewhere:
+    for i in remote:
         leaves[i] = fetch(leaves[i])
     return jax.tree.unflatten(treedef, leaves)
 
 
 def _numeric_arrays(leaves: Sequence[Any]) -> Sequence[int]:
-    """The positions of the jax.Arrays that are not keys. Types and dtypes are few: each is looked at once."""
+    """Returns the indices of the jax.Arrays that are not keys; checks each distinct type and dtype once."""
     types = set(map(type, leaves))
     array_types = {kind for kind in types if issubclass(kind, jax.Array)}
-    found: Sequence[int] = range(len(leaves))
+    indices: Sequence[int] = range(len(leaves))
     if types != array_types:
-        found = [i for i in found if type(leaves[i]) in array_types]
-    if not all(isinstance(dtype, np.dtype) for dtype in {leaves[i].dtype for i in found}):
-        found = [i for i in found if isinstance(leaves[i].dtype, np.dtype)]
-    return found
+        indices = [i for i in indices if type(leaves[i]) in array_types]
+    if not all(isinstance(dtype, np.dtype) for dtype in {leaves[i].dtype for i in indices}):
+        indices = [i for i in indices if isinstance(leaves[i].dtype, np.dtype)]
+    return indices
 
 
 def fetch(leaf: jax.Array) -> np.ndarray:
-    """The global value of an array of which other processes hold a part."""
+    """Returns the global value of an array that has shards on other processes."""
     if leaf.is_fully_replicated:
         return np.asarray(leaf.addressable_data(0))
     return np.asarray(
@@ -212,15 +211,15 @@ def fetch(leaf: jax.Array) -> np.ndarray:
 
 
 def shard_and_gather_functions(shardings: Any) -> tuple[Any, Any]:
-    """For each sharding of a tree a function that places an array with it, and one that fetches an array."""
-    places = jax.tree.map(lambda sharding: lambda leaf: put(leaf, [sharding]), shardings)
-    return places, jax.tree.map(lambda _: to_host, shardings)
+    """Returns two trees of functions, which shard or gather one array, for a tree of shardings."""
+    shard = jax.tree.map(lambda sharding: lambda leaf: put(leaf, [sharding]), shardings)
+    return shard, jax.tree.map(lambda _: to_host, shardings)
 
 
 def apply_functions(functions: Any, pytree: Any) -> Any:
     """Applies a tree of functions to a tree of the same structure."""
-    mine: Any = jax.tree.structure(functions)
-    if mine != jax.tree.structure(pytree):
+    structure: Any = jax.tree.structure(functions)
+    if structure != jax.tree.structure(pytree):
         raise StructureError(
             'the tree has another structure than the functions:\n'
             f'{structure_differences(pytree, functions)}\n'

@@ -340,7 +340,7 @@ def test_ctrl_c_leaves_what_was_not_taken() -> None:
     assert int(next(batches)['number']) == 0
 
     def press() -> None:
-        assert eventually(batches._turn.locked)  # the loop waits
+        assert eventually(batches._lock.locked)  # the loop waits
         time.sleep(0.05)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
@@ -366,7 +366,7 @@ def test_a_loader_that_ends_the_program_ends_the_data(
         raise kind('of the loader')
 
     with HELPER.prefetch(load()) as batches:
-        monkeypatch.setattr(batches, '_together', together)
+        monkeypatch.setattr(batches, '_must_agree', together)
         assert int(next(batches)['number']) == 0
         with pytest.raises(kind, match='of the loader'):
             next(batches)
@@ -402,7 +402,7 @@ def test_no_batch_follows_an_interrupted_agreement(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(global_batch, 'agree', press)
     with HELPER.prefetch(map(batch, range(3))) as batches:
-        monkeypatch.setattr(batches, '_together', True)
+        monkeypatch.setattr(batches, '_must_agree', True)
         with pytest.raises(KeyboardInterrupt):
             next(batches)
         for _ in range(2):

@@ -25,7 +25,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         def run(self) -> None:
             pass
 
-    monkeypatch.setattr(distributed, 'Watch', Watch)
+    monkeypatch.setattr(distributed, 'Watchdog', Watch)
     monkeypatch.setattr(distributed.atexit, 'register', lambda *_: None)
     monkeypatch.setattr(distributed, '_unwatched', [])
     return watches
@@ -93,7 +93,7 @@ def test_at_the_first_step(
 
     monkeypatch.setattr(distributed.process_collectives, 'broadcast_bytes', broadcast)
     monkeypatch.setattr(distributed.jax, 'process_count', lambda: 2)
-    monkeypatch.setattr(distributed, 'own_address', lambda: '10.0.0.1:7')
+    monkeypatch.setattr(distributed, 'local_address', lambda: '10.0.0.1:7')
     for process, secret in enumerate((first, second)):
         given = distributed._Given(*((KNOWN, 2, process) if known else (None, None, None)))
         distributed._watch_or_wait(given, distributed._Unwatched(None, 20.0, secret))
