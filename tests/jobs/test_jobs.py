@@ -149,7 +149,7 @@ def test_signs_of_life_are_given_after_a_while(
         return question
 
     monkeypatch.setattr(_sender, 'validated', checked)
-    monkeypatch.setattr(_receive, '_OFTEN', often)
+    monkeypatch.setattr(_receive, '_KEEPALIVE', often)
     sent_to_itself({'a': np.ones(8), 'b': np.zeros(8)})
     assert questions == asked
 

@@ -53,7 +53,8 @@ def _fault(tree: NamedTree, index: int, axis: int, local_batch: LocalBatchChoice
         if size % len(boxes_by_process):
             return (
                 f'{tree.describe(index)}: {size} examples do not divide by {len(boxes_by_process)} '
-                "processes; local_batch='addressable' gives the examples that the devices of each process hold"
+                "processes; local_batch='addressable' gives the examples that the devices of each "
+                'process hold'
             )
     elif not all(
         _cover(boxes, leaf.shape, axis % leaf.ndim, *box[axis])

@@ -1,6 +1,6 @@
-"""Which process of a program is stuck, and where.
+"""Watchdog that finds the process that is stuck, and the line at which it is.
 
-A step notes its number. All else is found by a thread in each process: once a second it tells process 0 what
-the stacks of its threads say (`state`), and process 0 answers with a report if one is behind (`watch`). So a
-step pays for two attributes.
+A step only records its number, so it pays for two attributes. A thread in each process finds the rest: once a
+second it samples the stacks of the threads (`state`) and sends the result to process 0, which responds with a
+report if a process lags behind (`watch`).
 """

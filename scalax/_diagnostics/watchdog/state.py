@@ -1,4 +1,4 @@
-"""The state of a process: its step, what it does, and at which line, read from the stacks of its threads."""
+"""State of a process: its step, its phase, and its line, read from the stacks of its threads."""
 
 from __future__ import annotations
 
@@ -24,86 +24,92 @@ FUNCTIONS = {
     RESTORING: ('Checkpointer.restore',),
     WAITING: ('gather', 'barrier'),
 }
-"""The functions of scalax in which a thread does this; the innermost counts."""
+"""Phase -> the functions of scalax in which a thread is in this phase. The innermost function decides."""
 THREADS = {LOADING: '_load_all', SAVING: 'SaveThread.run'}
-"""The functions of the threads that do it where the first one waits for them."""
+"""Phase -> the function of the background thread that does the work while the main thread waits."""
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 
 ProcessState = namedtuple('ProcessState', 'process host pid step ago phase since line before silent')
-"""The state of a process; times are in seconds before now, because clocks differ.
+"""The state of a process. Times are in seconds before now, because clocks differ.
 
 Attributes:
     process: its index.
     host: the name of its host.
-    pid: its id there.
+    pid: its process id on that host.
     step: the last step that has ended; 0 before the first.
-    ago: when that was.
-    phase: what it does.
-    since: for how long.
+    ago: the seconds since that step has ended.
+    phase: what it is doing.
+    since: the seconds since it entered this phase.
     line: the line of the user's code; may be empty.
-    before: what it did before; may be empty.
-    silent: how long nothing has been heard of it.
+    before: the previous phase; may be empty.
+    silent: the seconds since its last message.
 """
 
+INITIAL = ProcessState(0, '', 0, 0, 0.0, '', 0.0, '', '', 0.0)
 
 recorded = SimpleNamespace(step=(0, time.monotonic(), 0), thread=threading.main_thread().ident, exits='')
-"""What steps note.
+"""The progress that steps record.
 
 Attributes:
-    step: the last one that has ended (0: none yet), when that was, and how many have.
-    thread: in which thread.
-    exits: `FINISHING` or `ENDING` once the program has ended; JAX may then wait for the other processes.
+    step: the last step that has ended (0: none yet), the time of its end, and the number of steps so far.
+    thread: the thread of that step.
+    exits: `FINISHING` or `ENDING` once the program has ended. JAX may then wait for the other processes.
 """
 
 
 def record_step(step: int) -> None:
-    """Notes that a step has ended; may be called several times for one step."""
+    """Records that a step has ended; may be called several times for one step."""
     if step != recorded.step[0]:
         recorded.step, recorded.thread = (step, time.monotonic(), recorded.step[2] + 1), threading.get_ident()
 
 
-def sample_state(process: int, then: ProcessState | None) -> ProcessState:
-    """The state of this process, given the one before."""
-    (step, begun, _), (phase, line) = recorded.step, _phase_and_line()
-    then, ago = then or ProcessState(0, '', 0, 0, 0.0, '', 0.0, '', '', 0.0), time.monotonic() - begun
-    before = then.before if phase == then.phase else then.phase
-    same = (step, phase, line) == (then.step, then.phase, then.line)
-    since = then.since + ago - then.ago if same else 0.0
+def sample_state(process: int, previous: ProcessState | None) -> ProcessState:
+    """Returns the state of this process, given the previous sample."""
+    (step, ended, _), (phase, line) = recorded.step, _phase_and_line()
+    previous, ago = previous or INITIAL, time.monotonic() - ended
+    before = previous.before if phase == previous.phase else previous.phase
+    is_unchanged = (step, phase, line) == (previous.step, previous.phase, previous.line)
+    since = previous.since + ago - previous.ago if is_unchanged else 0.0
     return ProcessState(
         process, socket.gethostname(), os.getpid(), step, ago, phase, since, line[-200:], before, 0.0
     )
 
 
 def _phase_and_line() -> tuple[str, str]:
-    """What the training loop does, and at which line of the user's code.
+    """Returns the phase of the training loop, and the line of the user's code.
 
-    Where JAX calls the user's code (a callback, or tracing), that is the answer, in any thread that JAX has
-    started: one whose outermost frame is not that of Python's own threads.
+    If JAX is calling the user's code (a callback, or tracing), the phase is `CALLED`. JAX may do so in the
+    thread of the training loop, or in a thread that it has started: one whose outermost frame is not in
+    Python's `threading`.
     """
-    # A function that Python documents. The stack of a thread that runs may come out short.
-    stacks = {i: [at[0] for at in traceback.walk_stack(top)] for i, top in sys._current_frames().items()}
-    own = stacks.get(recorded.thread or 0, [])
-    phase, line = _phase(own), _line(own)
+    # Python documents this function. The stack of a running thread may be incomplete.
+    stacks = {
+        ident: [frame for frame, _ in traceback.walk_stack(top)]
+        for ident, top in sys._current_frames().items()
+    }
+    loop_stack = stacks.get(recorded.thread or 0, [])
+    phase, line = _phase(loop_stack), _line(loop_stack)
     for ident, stack in stacks.items():
-        if THREADS.get(phase, '?') in map(_own_name, stack[1:]):
+        if THREADS.get(phase, '?') in map(_scalax_function, stack[1:]):
             phase, line = _phase(stack) or phase, _line(stack) or line
-        inside = next((i for i, frame in enumerate(stack) if _file(frame).startswith(_JAX)), 0)
-        of_jax = ident != threading.main_thread().ident and _file(stack[-1]) != threading.__file__
-        if inside and (not phase if stack is own else of_jax):
-            return CALLED, _line(stack[:inside])
-    phase = phase or (COMPUTING if own and _file(own[0]).startswith(_JAX) else PYTHON)
+        called_frames = next((i for i, frame in enumerate(stack) if _file(frame).startswith(_JAX)), 0)
+        is_jax_thread = ident != threading.main_thread().ident and _file(stack[-1]) != threading.__file__
+        if called_frames and (not phase if stack is loop_stack else is_jax_thread):
+            return CALLED, _line(stack[:called_frames])
+    phase = phase or (COMPUTING if loop_stack and _file(loop_stack[0]).startswith(_JAX) else PYTHON)
     return (recorded.exits, '') if recorded.exits else (phase, line)
 
 
 def _phase(stack: list[FrameType]) -> str:
     return next(
-        (phase for name in map(_own_name, stack) for phase in FUNCTIONS if name in FUNCTIONS[phase]), ''
+        (phase for name in map(_scalax_function, stack) for phase in FUNCTIONS if name in FUNCTIONS[phase]),
+        '',
     )
 
 
-def _own_name(frame: FrameType) -> str:
+def _scalax_function(frame: FrameType) -> str:
     return frame.f_code.co_qualname if _file(frame).startswith(_PACKAGE) else ''
 
 

@@ -111,14 +111,14 @@ SECRET = b'of this run, and long enough'
 
 
 def test_messages_come_back() -> None:
-    assert watch._decoded(watch._encoded('a\nb', [at(3)])) == ('a\nb', [at(3)])
+    assert watch._decode(watch._encode('a\nb', [at(3)])) == ('a\nb', [at(3)])
 
 
 def test_a_message_holds_as_many_states_as_fit() -> None:
-    data = watch._encoded('a', [at(i, line='x' * 200) for i in range(4096)])
-    text, states = watch._decoded(data)
+    data = watch._encode('a', [at(i, line='x' * 200) for i in range(4096)])
+    text, states = watch._decode(data)
     assert text == 'a' and [one.process for one in states] == [*range(128)]
-    assert len(datagrams.Client(SECRET).request(data)) <= watch._LONGEST
+    assert len(datagrams.Client(SECRET).request(data)) <= watch._MAX_MESSAGE
 
 
 @contextlib.contextmanager
@@ -144,39 +144,39 @@ def exchanged(zero: watch.Watchdog, other: socket.socket, packet: bytes) -> byte
 def test_process_0_answers_with_its_own_state_alone() -> None:
     """Also before it has heard itself: a state that comes once would look like that of a silent process."""
     with process_0(count=4096) as (zero, other):
-        zero._heard = {i: at(i) for i in range(4096)}
-        client, told = datagrams.Client(b''), watch._encoded('', [at(3, step=9)])
+        zero._received = {i: at(i) for i in range(4096)}
+        client, told = datagrams.Client(b''), watch._encode('', [at(3, step=9)])
         assert client.read_response(exchanged(zero, other, client.request(told))) is None
         answer = client.read_response(exchanged(zero, other, client.request(told)))
         assert answer is not None
-        _, states = watch._decoded(answer)
-    assert [one.process for one in states] == [0] and zero._heard[3].step == 9
+        _, states = watch._decode(answer)
+    assert [one.process for one in states] == [0] and zero._received[3].step == 9
 
 
 def test_a_process_tells_again_once_it_knows_the_nonce() -> None:
     with process_0(SECRET) as (zero, other):
         one = watch.Watchdog(f'localhost:{other.getpeername()[1]}', 1, 4, None, 20, SECRET)
         with one._socket:
-            one._own = at(1, step=5)
-            one._tell()
+            one._state = at(1, step=5)
+            one._send_state()
             for side in (zero, one, zero):
                 side._listen(time.monotonic() + 0.05)
-    assert zero._heard[1].step == 5
+    assert zero._received[1].step == 5
 
 
 def test_strangers_are_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    asked, told = watch._encoded('', []), watch._encoded('', [at(1, step=9)])
+    asked, told = watch._encode('', []), watch._encode('', [at(1, step=9)])
     with process_0(SECRET) as (zero, other):
-        zero._heard = {0: at(0), 1: at(1)}
+        zero._received = {0: at(0), 1: at(1)}
         client = datagrams.Client(SECRET)
         first = client.request(told)
         challenge = exchanged(zero, other, first)
-        assert client.read_response(challenge) is None and zero._heard[1].step == 7
+        assert client.read_response(challenge) is None and zero._received[1].step == 7
         second = client.request(asked)
         assert client.read_response(exchanged(zero, other, second))
         assert exchanged(zero, other, second) == b''  # it counts once
         # The first question again is worth what it was: less than it costs, and no state.
-        assert len(exchanged(zero, other, first)) <= len(first) and zero._heard[1].step == 7
+        assert len(exchanged(zero, other, first)) <= len(first) and zero._received[1].step == 7
         for packet in (
             b'GET / HTTP/1.1',
             bytes(60_000),
@@ -243,7 +243,7 @@ def test_messages_of_all_do_not_come_at_once(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_what_is_no_message(value: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
-        watch._decoded(json.dumps(value).encode())
+        watch._decode(json.dumps(value).encode())
 
 
 def test_the_functions_that_stacks_are_read_by_exist() -> None:
@@ -279,12 +279,12 @@ def test_how_long_a_step_may_take(monkeypatch: pytest.MonkeyPatch, caplog: pytes
             clock[0] += 1.0
             state.record_step(step)
             state.record_step(step)  # by a checkpointer
-            one._heard[0] = state.sample_state(0, None)
+            one._received[0] = state.sample_state(0, None)
             one._detect_stragglers()
         assert list(one._seconds) == [1.0] * 6
         for later, reports in ((25.0, 0), (35.0, 1), (40.0, 1), (100.0, 2)):
             clock[0] = 7.0 + later
-            one._heard[0] = state.sample_state(0, None)
+            one._received[0] = state.sample_state(0, None)
             one._detect_stragglers()
             assert len(caplog.records) == reports
         assert (
