@@ -22,7 +22,7 @@ from scalax.errors import ArgumentError, DataError
 from scalax.sharding import MeshShardingHelper
 
 ADVICE = (
-    'What to do: bring data of the same structure, shapes and dtypes on every process, with equal scalars; '
+    'What to do: pass data of the same structure, shapes and dtypes on every process, with equal scalars; '
     'drop the incomplete batch at the end of the data, or pad it.'
 )
 
