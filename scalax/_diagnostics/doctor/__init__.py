@@ -1,4 +1,4 @@
-"""What is wrong with an installation, its devices or its processes, and what to do about each."""
+"""Doctor that finds faults of an installation, its devices and its processes, and advises what to do."""
 
 from scalax._diagnostics.doctor.diagnosis import Diagnosis, diagnose
 

@@ -1,4 +1,4 @@
-"""The devices as a process of its own opens them: it may hang or crash, and is ended then."""
+"""Test of the devices in a separate process, which may hang or crash and is ended after a timeout."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from scalax._diagnostics.doctor import device_process
 from scalax._diagnostics.doctor.environment import Finding
 
 _ROOT = Path(__file__).resolve().parents[3]
-_LAST_LINES = 6
-_LONGEST = 300  # characters of a line
-_READ = 1 << 20  # bytes: the last that a process has written
+_MAX_LINES = 6  # of output in a message
+_MAX_CHARACTERS = 300  # of a line
+_MAX_OUTPUT = 1 << 20  # bytes of output that are searched
 _GRACE = 5  # seconds for a process to end: one that waits in a driver may not
-# What JAX, XLA and the libraries of makers say where the cure is not plain from that.
+# Error messages of JAX, XLA and vendor libraries that do not say what to do.
 _CURES = {
     r'TPU.{0,40}in use|libtpu\S* (?:is )?already in use': (
         'end the process that has the TPU: sudo lsof -w /dev/accel* /dev/vfio/* names it; if there is none, '
@@ -73,12 +73,12 @@ _HANGS = {
 
 @dataclasses.dataclass
 class Opened:
-    """What became of opening the devices.
+    """The result of opening the devices.
 
     Attributes:
-        values: what the process has said.
-        findings: what is wrong.
-        last_lines: the end of what it has printed.
+        values: the values that the process has written.
+        findings: the faults.
+        last_lines: the last lines of its output.
     """
 
     values: dict[str, Any]
@@ -87,48 +87,48 @@ class Opened:
 
     @property
     def summary(self) -> str:
-        """The devices of this process in a line; empty if they were not opened."""
+        """The devices of this process in one line; empty if they were not opened."""
         if 'devices' not in self.values:
             return ''
         counts = Counter((platform, kind, memory) for platform, kind, memory in self.values['devices'])
-        each = ', '.join(
+        devices = ', '.join(
             f'{count} x {kind} ({platform}{f", {memory / 2**30:.1f} GiB" if memory else ""})'
             for (platform, kind, memory), count in counts.items()
         )
         more = '' if self.values['processes'] == 1 else f' here, {self.values["everywhere"]} in all'
-        return f'{each}{more}, opened in {self.values["opened"]:.1f} s'
+        return f'{devices}{more}, opened in {self.values["opened"]:.1f} s'
 
 
 def open_devices(facts: Mapping[str, str], timeout: float) -> Opened:
-    """Opens the devices of this machine in another process, runs a program on each, and ends it.
+    """Opens the devices of this machine in another process, and runs a program on each.
 
-    Where the environment says that there are several processes, it joins these, and compares what each says.
+    If the environment configures several processes, that process joins the others and compares their facts.
 
     Args:
-        facts: what all processes have to have in common: name -> text.
-        timeout: the seconds that this may take.
+        facts: name -> text that must be the same on every process.
+        timeout: the maximum seconds, after which the process is ended.
     """
-    reading, writing = os.pipe()
-    asked = json.dumps([writing, str(_ROOT), max(1, int(timeout)), dict(facts)])
-    # Else it would take most of the memory of a GPU, which a program that runs needs.
+    read_end, write_end = os.pipe()
+    arguments = json.dumps([write_end, str(_ROOT), max(1, int(timeout)), dict(facts)])
+    # With preallocation, it would take most of the memory of a GPU from programs that run there.
     variables = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false', **os.environ}
     with tempfile.TemporaryFile() as log:
         try:
             process = subprocess.Popen(
-                # Unbuffered: what a crash would else take with it may say why.
-                [sys.executable, '-u', device_process.__file__, asked],
+                # Unbuffered (-u), so that the output before a crash is not lost.
+                [sys.executable, '-u', device_process.__file__, arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=[writing],
+                pass_fds=[write_end],
                 env=variables,
                 start_new_session=True,
             )
         finally:
-            os.close(writing)
-        said: list[dict[str, Any]] = []
-        # It closes the pipe, too: only this thread waits for what holds the other end and never ends.
-        reader = threading.Thread(target=_read, args=(reading, said), daemon=True)
+            os.close(write_end)
+        messages: list[dict[str, Any]] = []
+        # The thread also closes the pipe: if a process keeps the other end open, only the thread waits.
+        reader = threading.Thread(target=_read, args=(read_end, messages), daemon=True)
         reader.start()
         start = time.monotonic()
         try:
@@ -139,29 +139,29 @@ def open_devices(facts: Mapping[str, str], timeout: float) -> Opened:
             code = process.poll()
             _end(process)
         reader.join(1)
-        text = _clipped(log)
+        text = _tail(log)
     values: dict[str, Any] = {}
-    for each in list(said):
-        values.update(each)
+    for message in list(messages):
+        values.update(message)
     seconds = time.monotonic() - start
     return Opened(values, [*_findings(values, code, text, seconds)], _last_lines(text))
 
 
-def _clipped(log: BinaryIO) -> str:
-    """The end of what a process has written, without the rest of long lines: patterns search all of it."""
-    log.seek(max(0, log.seek(0, os.SEEK_END) - _READ))
-    return '\n'.join(line[: 4 * _LONGEST] for line in log.read().decode(errors='replace').splitlines())
+def _tail(log: BinaryIO) -> str:
+    """Returns the end of the output of a process, with long lines cut, because patterns search all of it."""
+    log.seek(max(0, log.seek(0, os.SEEK_END) - _MAX_OUTPUT))
+    return '\n'.join(line[: 4 * _MAX_CHARACTERS] for line in log.read().decode(errors='replace').splitlines())
 
 
-def _read(descriptor: int, said: list[dict[str, Any]]) -> None:
-    # A process that is ended may leave half a line.
+def _read(descriptor: int, messages: list[dict[str, Any]]) -> None:
+    # A process that is ended may leave an incomplete line.
     with contextlib.suppress(ValueError, OSError), os.fdopen(descriptor) as lines:
         for line in lines:
-            said.append(json.loads(line))
+            messages.append(json.loads(line))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and those that it has started, all of which have its id as their group."""
+    """Ends a process and its child processes, which share its process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -169,47 +169,49 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _findings(values: dict[str, Any], code: int | None, text: str, seconds: float) -> Iterator[Finding]:
-    """What is wrong, by what a process has said, its exit code (None: it was ended) and its output."""
+    """Finds faults from the values, the exit code (None: it was ended) and the output of a process."""
     stage = values.get('stage', 'starting Python')
     if code is None:
         cure = _HANGS.get(stage, 'try again, with a longer --timeout')
         yield Finding(f'{stage} has not ended after {seconds:.0f} s{_last_lines(text)}', cure)
     elif code or stage:
-        how = f'signal {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'
+        code_text = f'signal {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'
         cure = 'see its output above, which comes from JAX and its plugins'
         cure = _HANGS[_JOINING] if stage == _JOINING else cure
-        yield Finding(f'{stage} failed ({how}){_last_lines(text)}', _known_cure(text) or cure)
-    yield from _disagreements(values.get('rows', ()))
+        yield Finding(f'{stage} failed ({code_text}){_last_lines(text)}', _known_cure(text) or cure)
+    yield from _disagreements(values.get('facts', ()))
 
 
 def _known_cure(text: str) -> str:
-    """What to do about what a process has printed; empty where that is not known."""
+    """Returns what to do about an error in the output of a process; empty if it is not known."""
     return next((cure for pattern, cure in _CURES.items() if re.search(pattern, text)), '')
 
 
 def _last_lines(text: str) -> str:
-    """The end of what a process has written, below a message about it."""
-    lines = [line.rstrip()[:_LONGEST] for line in text.splitlines() if line.strip()][-_LAST_LINES:]
+    """Returns the last lines of the output of a process, indented."""
+    lines = [line.rstrip()[:_MAX_CHARACTERS] for line in text.splitlines() if line.strip()][-_MAX_LINES:]
     return ''.join(f'\n     {line}' for line in lines)
 
 
-def _disagreements(rows: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
-    """What is not the same on all processes."""
-    names = dict.fromkeys(name for row in rows for name in row)
+def _disagreements(facts_by_process: Sequence[Mapping[str, str]]) -> Iterator[Finding]:
+    """Finds the facts that are not the same on every process."""
+    names = dict.fromkeys(name for facts in facts_by_process for name in facts)
     for name in names:
-        values: dict[str, list[int]] = {}
-        for index, row in enumerate(rows):
-            values.setdefault(row.get(name, 'not set'), []).append(index)
-        if len(values) > 1:
-            said = '; '.join(f'{text} on {_processes(those)}' for text, those in values.items())
+        processes_by_value: dict[str, list[int]] = {}
+        for process, facts in enumerate(facts_by_process):
+            processes_by_value.setdefault(facts.get(name, 'not set'), []).append(process)
+        if len(processes_by_value) > 1:
+            listed = '; '.join(
+                f'{value} on {_process_text(processes)}' for value, processes in processes_by_value.items()
+            )
             yield Finding(
-                f'the processes disagree about {name}: {said}',
+                f'the processes disagree about {name}: {listed}',
                 'start all of them with the same installation and variables: otherwise they compile '
                 'different programs, and wait for one another',
             )
 
 
-def _processes(indices: Sequence[int]) -> str:
-    shown = ', '.join(map(str, indices[:4]))
+def _process_text(indices: Sequence[int]) -> str:
+    listed = ', '.join(map(str, indices[:4]))
     more = f' and {len(indices) - 4} more' if len(indices) > 4 else ''
-    return f'process{"es" if len(indices) > 1 else ""} {shown}{more}'
+    return f'process{"es" if len(indices) > 1 else ""} {listed}{more}'

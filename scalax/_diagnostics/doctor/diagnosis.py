@@ -1,4 +1,4 @@
-"""A diagnosis: the facts about an installation and its devices, and what is wrong with them."""
+"""Diagnosis of an installation and its devices: facts and faults."""
 
 from __future__ import annotations
 
@@ -17,19 +17,25 @@ from scalax._diagnostics.doctor.devices import open_devices
 from scalax._diagnostics.doctor.environment import Finding
 from scalax.errors import plural
 
-# Programs that are compiled with others of these may differ, and those of one mesh must not.
+# All processes of a mesh need the same versions and variables, because they must compile the same programs.
 _SAME_PACKAGES = ('scalax', 'jax', 'jaxlib', 'libtpu', 'numpy', 'einops')
-_SAME = ('XLA_FLAGS', 'LIBTPU_INIT_ARGS', 'JAX_ENABLE_X64', 'JAX_DEFAULT_MATMUL_PRECISION', 'JAX_PLATFORMS')
+_SAME_VARIABLES = (
+    'XLA_FLAGS',
+    'LIBTPU_INIT_ARGS',
+    'JAX_ENABLE_X64',
+    'JAX_DEFAULT_MATMUL_PRECISION',
+    'JAX_PLATFORMS',
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """Facts about an installation, and what is wrong with it; ``str()`` of it is a page of text.
+    """Facts about an installation, and its faults; ``str()`` of it is a page of text.
 
     Attributes:
-        facts: the facts: name -> text.
-        findings: what is wrong, each with its cure.
-        process: which process of the program this is.
+        facts: name -> text.
+        findings: the faults, each with its cure.
+        process: the index of this process in the program.
     """
 
     facts: Mapping[str, str]
@@ -37,7 +43,7 @@ class Diagnosis:
     process: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """The diagnosis in plain Python values, ready for ``json.dumps``."""
+        """Returns the diagnosis in plain Python values, for ``json.dumps``."""
         findings = [finding._asdict() for finding in self.findings]
         return {'facts': dict(self.facts), 'findings': findings, 'process': self.process}
 
@@ -54,13 +60,13 @@ class Diagnosis:
 
 
 def diagnose(timeout: float = 120) -> Diagnosis:
-    """Looks at the installation, the environment and the devices of this machine.
+    """Checks the installation, the environment variables and the devices of this machine.
 
-    Nothing is opened in this process. Another one opens the devices, runs a program on each, and is ended
-    after the timeout; it joins the other processes of a program where the environment tells of any.
+    Another process opens the devices and runs a program on each; it is ended after the timeout. If the
+    environment configures several processes, it joins the others.
 
     Args:
-        timeout: the seconds that opening the devices may take.
+        timeout: the maximum seconds to open the devices.
     """
     versions = environment.installed()
     present = environment.accelerators()
@@ -70,12 +76,12 @@ def diagnose(timeout: float = 120) -> Diagnosis:
         *environment.wrong_compilers(versions),
         *environment.wrong_variables(os.environ, jax.config.values, present),
     ]
-    own = {
+    same_facts = {
         'Python': platform.python_version(),
         **{name: versions.get(name, 'not installed') for name in _SAME_PACKAGES},
-        **{name: variables.get(name, 'not set') for name in _SAME},
+        **{name: variables.get(name, 'not set') for name in _SAME_VARIABLES},
     }
-    opened = open_devices(own, timeout)
+    opened = open_devices(same_facts, timeout)
     values = opened.values
     only_cpu = values.get('devices', [['']])[0][0] == 'cpu'
     if present and only_cpu and not findings and not opened.findings:
@@ -84,10 +90,10 @@ def diagnose(timeout: float = 120) -> Diagnosis:
         findings.append(Finding(what + opened.last_lines, cure))
     facts = {
         'versions': ', '.join(
-            f'{name} {version}' for name, version in {'Python': own['Python'], **versions}.items()
+            f'{name} {version}' for name, version in {'Python': same_facts['Python'], **versions}.items()
         ),
         'system': f'{platform.system()} {platform.machine()}, {os.cpu_count()} processors',
-        'accelerators': ', '.join(f'{count} of {maker}' for maker, count in present.items()) or 'none',
+        'accelerators': ', '.join(f'{count} of {vendor}' for vendor, count in present.items()) or 'none',
         'variables': ' '.join(f'{name}={value}' for name, value in variables.items())
         or 'none that JAX reads',
         'processes': str(values.get('processes', 'unknown')),

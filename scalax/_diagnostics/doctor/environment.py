@@ -1,4 +1,4 @@
-"""The packages, the machine and its environment variables: what is there, and what cannot work."""
+"""Packages, accelerators and environment variables of this machine, and faults in them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,16 @@ _PACKAGES = (
 _PLUGIN = re.compile(r'jax[-_](cuda|rocm)\w*[-_](plugin|pjrt)')
 _PREFIXES = ('JAX_', 'XLA_', 'TPU_', 'LIBTPU_', 'NCCL_', 'MEGASCALE_', 'SLURM_STEP', 'OMPI_COMM_WORLD')
 _NAMES = ('CUDA_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES', 'LD_LIBRARY_PATH', 'PJRT_DEVICE', 'SLURM_PROCID')
-# Read by JAX beside its settings.
-_OF_JAX = {
+# Read by JAX in addition to its settings.
+_JAX_VARIABLES = {
     *('JAX_COORDINATOR_ADDRESS', 'JAX_COORDINATOR_PORT', 'JAX_COORDINATOR_BIND_ADDRESS'),
     *('JAX_LOCAL_DEVICE_IDS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID', 'JAX_PLATFORM_NAME'),
 }
-_FILES = {'TPU': ('/dev/accel*', '/dev/vfio/[0-9]*'), 'NVIDIA': ('/dev/nvidia[0-9]*',), 'AMD': ('/dev/kfd',)}
+_DEVICE_FILES = {
+    'TPU': ('/dev/accel*', '/dev/vfio/[0-9]*'),
+    'NVIDIA': ('/dev/nvidia[0-9]*',),
+    'AMD': ('/dev/kfd',),
+}
 _PACKAGE_OF = {'TPU': 'libtpu', 'NVIDIA': 'cuda', 'AMD': 'rocm'}
 _INSTALL = {
     'TPU': 'pip install "jax[tpu]"',
@@ -33,10 +37,10 @@ _INSTALL = {
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong.
+    """A fault.
 
     Attributes:
-        what: what was found.
+        what: the fault.
         cure: what to do about it.
     """
 
@@ -45,63 +49,67 @@ class Finding(NamedTuple):
 
 
 def installed() -> dict[str, str]:
-    """The versions of JAX, its plugins, and the packages that scalax works with; of those that are there."""
+    """Returns the versions of JAX, its plugins and the packages that scalax supports, if installed."""
     versions = {
-        (each.metadata['Name'] or '').lower(): each.version for each in importlib.metadata.distributions()
+        (package.metadata['Name'] or '').lower(): package.version
+        for package in importlib.metadata.distributions()
     }
     names = (*_PACKAGES, *sorted(filter(_PLUGIN.fullmatch, versions)))
     return {name: versions[name] for name in names if name in versions}
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that JAX, its compilers and its plugins read."""
+    """Returns the variables that JAX, its compilers and its plugins read."""
     return {
         name: value for name, value in sorted(environ.items()) if name.startswith(_PREFIXES) or name in _NAMES
     }
 
 
 def accelerators() -> dict[str, int]:
-    """The makers whose devices this machine has -> the number of device files; nothing is opened."""
-    counts = {maker: sum(len(glob.glob(each)) for each in files) for maker, files in _FILES.items()}
-    return {maker: count for maker, count in counts.items() if count}
+    """Returns vendor -> the number of its device files on this machine, without opening any."""
+    counts = {
+        vendor: sum(len(glob.glob(pattern)) for pattern in patterns)
+        for vendor, patterns in _DEVICE_FILES.items()
+    }
+    return {vendor: count for vendor, count in counts.items() if count}
 
 
 def missing_plugins(present: Collection[str], versions: Collection[str]) -> Iterator[Finding]:
-    """Devices without the package that opens them.
+    """Finds devices for which no package is installed that opens them.
 
     Args:
-        present: the makers of devices, as in `accelerators`.
+        present: the vendors of the devices, as in `accelerators`.
         versions: the names of the installed packages.
     """
-    for maker in present:
-        if not any(_PACKAGE_OF[maker] in name for name in versions):
+    for vendor in present:
+        if not any(_PACKAGE_OF[vendor] in name for name in versions):
             yield Finding(
-                f'this machine has {maker} devices, but no package with which JAX opens them is '
+                f'this machine has {vendor} devices, but no package with which JAX opens them is '
                 'installed: it computes on the CPU',
-                _INSTALL[maker],
+                _INSTALL[vendor],
             )
 
 
 def wrong_compilers(versions: Mapping[str, str]) -> Iterator[Finding]:
-    """Compilers for GPUs that JAX does not load; *versions* are those of the installed packages."""
-    found = {package: versions[package] for package in PLUGINS if package in versions}
-    if wrong := plugin_fault(found, versions.get('jaxlib', '')):
+    """Finds compilers for GPUs that JAX does not load, given package -> installed version."""
+    plugins = {package: versions[package] for package in PLUGINS if package in versions}
+    if wrong := plugin_fault(plugins, versions.get('jaxlib', '')):
         yield Finding(*wrong)
 
 
 def wrong_variables(
     environ: Mapping[str, str], settings: Collection[str], present: Collection[str]
 ) -> Iterator[Finding]:
-    """Variables that are misspelt, or hide devices.
+    """Finds variables that are misspelt, or hide devices.
 
     Args:
         environ: the environment variables.
         settings: the settings of JAX: ``'jax_enable_x64'``.
-        present: the makers of devices, as in `accelerators`.
+        present: the vendors of the devices, as in `accelerators`.
     """
-    known = {name.upper() for name in settings if name.startswith('jax_')} | _OF_JAX
+    known_names = {name.upper() for name in settings if name.startswith('jax_')} | _JAX_VARIABLES
     for name in environ:
-        near = near_names(name, known) if name.startswith('JAX_') and name not in known else []
+        near = near_names(name, known_names) if name.startswith('JAX_') and name not in known_names else []
         if near:
             yield Finding(f'{name} is set, but JAX has no such setting', f'did you mean {" or ".join(near)}?')
     if present and environ.get('JAX_PLATFORMS', '').strip() == 'cpu':
