@@ -1,6 +1,7 @@
-"""Where a step uses its arguments in ways that not all values allow: as indices, under roots, as keys.
+"""Value domains of the arguments of a step, derived from how its jaxpr uses them.
 
-Nobody says which values an argument may have; the jaxpr does.
+Not every value of a dtype is valid for every argument: an index has to be in range, the operand of a root has
+to be positive, a length has to match. The jaxpr shows which arguments are used in these ways.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ DomainKind = Literal['key', 'mask', 'index', 'length', 'count', 'integer', 'frac
 
 @dataclasses.dataclass(frozen=True)
 class ValueDomain:
-    """What values a leaf of the arguments may have.
+    """The valid values of a leaf of the arguments.
 
     Attributes:
-        kind: a `key`; a `mask` of booleans; an `index` in [0, bound); a `length` in [1, bound); a
-            `count` of steps; any `integer`; a `fraction` of 1; `positive`; any `number`.
-        bound: integers are below it.
-        reason: what the step does with the leaf, and in which line; empty if it may be anything of its dtype.
+        kind: a PRNG `key`; a `mask` of booleans; an `index` in [0, bound); a `length` in [1, bound); a
+            `count` of steps; any `integer`; a `fraction` between 0 and 1; a `positive` number; any `number`.
+        bound: the exclusive upper bound of integers.
+        reason: the operation of the step that requires such values, with its line; empty if any value of the
+            dtype is valid.
     """
 
     kind: DomainKind
@@ -42,25 +44,25 @@ class ValueDomain:
 
 
 def domains_by_use(jaxpr: Any) -> list[dict[DomainKind, ValueDomain]]:
-    """The uses of each argument of a closed jaxpr: of each kind the one that allows least."""
-    return _Uses(jaxpr).domains_of_arguments
+    """Returns, for each argument of a closed jaxpr, the smallest domain of each kind that a use requires."""
+    return _UseAnalysis(jaxpr).domains_of_arguments
 
 
-def has_dtype(value: Any, kind: Any) -> bool:
-    """Whether an array, or its type, has elements of a kind."""
-    dtype = getattr(value, 'dtype', None)
-    return dtype is not None and jnp.issubdtype(dtype, kind)
+def has_dtype(value: Any, dtype: Any) -> bool:
+    """Whether an array or an aval has a dtype, or a subtype of it."""
+    value_dtype = getattr(value, 'dtype', None)
+    return value_dtype is not None and jnp.issubdtype(value_dtype, dtype)
 
 
-class _Source(NamedTuple):
-    """What a value has elements of: ``x + offset``, of elements x of an argument, or less.
+class _Origin(NamedTuple):
+    """An argument that elements of a value come from: ``x + offset`` for elements x of the argument.
 
     Attributes:
-        argument: its number; None for a value that is what its offset is, whatever the arguments are.
-        form: of floats, whether they are positive where x is (`same`), always (`square`), or where x is less
-            than a constant (`below`).
-        low: the least offset.
-        high: the largest one.
+        argument: the index of the argument. If None, the offset is a constant: the value itself.
+        form: for floats: `same` if a value is positive where x is, `square` if it is always positive, `below`
+            if it is positive where x is less than a constant.
+        low: the smallest offset.
+        high: the largest offset.
     """
 
     argument: int | None
@@ -69,271 +71,294 @@ class _Source(NamedTuple):
     high: float = 0
 
 
-_Fact = frozenset[_Source]
-_NOTHING: _Fact = frozenset()
-# An offset that is not known.
-_ANY = 2.0**40
+_Origins = frozenset[_Origin]
+_NONE: _Origins = frozenset()
+_UNKNOWN_OFFSET = 2.0**40
 
-# The result has elements of the first operand, in their places or in others, or sums of them.
+# The elements of the result are elements of the first operand, or sums of them.
 _NAMES = """
     broadcast_in_dim convert_element_type copy cumlogsumexp cummax cummin cumprod cumsum
     dynamic_slice gather name reduce_max reduce_min reduce_precision reduce_prod reduce_sum reduce_window_max
     reduce_window_sum reshape reshard rev sharding_constraint slice split squeeze tile top_k transpose unstack
 """
-_OF_FIRST = frozenset(_NAMES.split())
+_FROM_FIRST_OPERAND = frozenset(_NAMES.split())
 _SUMS = frozenset({'cumlogsumexp', 'cumprod', 'cumsum', 'reduce_prod', 'reduce_sum', 'reduce_window_sum'})
-# Each result has elements of one operand.
-_EACH = frozenset({'device_put', 'optimization_barrier', 'pvary', 'sort'})
-# The result has elements of several operands: of which.
-_MIXED = {
+# The elements of each result are elements of the operand at the same index.
+_OPERANDWISE = frozenset({'device_put', 'optimization_barrier', 'pvary', 'sort'})
+# The elements of the result are elements of these operands.
+_FROM_SEVERAL_OPERANDS = {
     **dict.fromkeys(('concatenate', 'max', 'min', 'pad', 'stack'), slice(None)),
     **dict.fromkeys(('scatter', 'scatter-add', 'scatter-max', 'scatter-min'), slice(0, 3, 2)),
     'clamp': slice(1, 2),
     'dynamic_update_slice': slice(0, 2),
     'select_n': slice(1, None),
 }
-_POSITIVE = frozenset({'log', 'log1p', 'log2', 'pow', 'rsqrt', 'sqrt'})
+_NEED_POSITIVE = frozenset({'log', 'log1p', 'log2', 'pow', 'rsqrt', 'sqrt'})
 _POWERS = frozenset({'integer_pow', 'pow', 'square'})
 _COMPARISONS = frozenset({'eq', 'ge', 'gt', 'le', 'lt', 'ne'})
 
 
-class _Uses(AbstractInterpreter[_Fact]):
+class _UseAnalysis(AbstractInterpreter[_Origins]):
+    """Traces the elements of values back to arguments, and records how each argument is used."""
+
     def __init__(self, jaxpr: Any) -> None:
-        super().__init__(_NOTHING)
+        super().__init__(_NONE)
         count = len(open_jaxpr(jaxpr).invars)
         self.domains_of_arguments: list[dict[DomainKind, ValueDomain]] = [{} for _ in range(count)]
-        self._constants: dict[int, _Fact] = {
+        self._constants: dict[int, _Origins] = {
             id(var): _constant(value)
             for var, value in constants_of(jaxpr)
             if isinstance(value, np.ndarray | jax.Array)
         }
         self._calls: list[Any] = []
-        self.eval_jaxpr(jaxpr, [frozenset({_Source(i)}) for i in range(count)])
+        self.eval_jaxpr(jaxpr, [frozenset({_Origin(i)}) for i in range(count)])
 
-    def eval_jaxpr(self, jaxpr: Any, arguments: Sequence[_Fact]) -> list[_Fact]:
+    def eval_jaxpr(self, jaxpr: Any, arguments: Sequence[_Origins]) -> list[_Origins]:
         for equation in open_jaxpr(jaxpr).eqns:
-            self._fold(equation)
+            self._fold_constants(equation)
         return super().eval_jaxpr(jaxpr, arguments)
 
-    def _fold(self, equation: Any) -> None:
-        """Takes note of a result that does not depend on the arguments, such as numbers of rows."""
+    def _fold_constants(self, equation: Any) -> None:
+        """Records results that do not depend on the arguments, such as an iota."""
         if primitive_name(equation) == 'iota':
             [var] = equation.outvars
-            self._constants[id(var)] = _between(0, shape_of(var)[equations.dim_of(equation)] - 1)
+            self._constants[id(var)] = _range(0, shape_of(var)[equations.dim_of(equation)] - 1)
             return
         operands = [*map(self._constant_of, equation.invars)]
         if operands and all(operands):
-            found = self.eval_equation(equation, operands)
-            self._constants.update(zip(map(id, equation.outvars), found, strict=False))
+            results = self.eval_equation(equation, operands)
+            self._constants.update(zip(map(id, equation.outvars), results, strict=False))
 
-    def _constant_of(self, atom: Any) -> _Fact:
+    def _constant_of(self, atom: Any) -> _Origins:
         if isinstance(atom, equations.Literal):
-            return _constant(np.asarray(atom.val)) if has_dtype(atom.aval, np.number) else _NOTHING
-        return self._constants.get(id(atom), _NOTHING)
+            return _constant(np.asarray(atom.val)) if has_dtype(atom.aval, np.number) else _NONE
+        return self._constants.get(id(atom), _NONE)
 
-    def eval_equation(self, equation: Any, operands: Sequence[_Fact]) -> Sequence[_Fact]:
+    def eval_equation(self, equation: Any, operands: Sequence[_Origins]) -> Sequence[_Origins]:
         name, pairs = primitive_name(equation), zip(operands, equation.invars, strict=True)
-        operands = [fact or self._constant_of(atom) for fact, atom in pairs]
+        operands = [origins or self._constant_of(atom) for origins, atom in pairs]
         self._calls.append(equation)
         if name in RUN_ONCE and name not in WITH_JAXPRS:
             inner = equations.run_once_jaxpr(equation)
-            is_known = len(inner.invars) == len(operands)
-            found: Sequence[_Fact] = self.eval_jaxpr(inner, operands) if is_known else []
+            takes_operands = len(inner.invars) == len(operands)
+            results: Sequence[_Origins] = self.eval_jaxpr(inner, operands) if takes_operands else []
         else:
-            found = super().eval_equation(equation, operands)
+            results = super().eval_equation(equation, operands)
         self._calls.pop()
-        return found
+        return results
 
-    def join(self, facts: Sequence[_Fact]) -> _Fact:
-        """Those of all; offsets that grow may be any, so that loops come to an end."""
-        first = {(each.argument, each.form): each for each in facts[0]}
+    def join(self, facts: Sequence[_Origins]) -> _Origins:
+        """Returns the union of the origins. Offsets that grow become unknown, so that loops terminate."""
+        first = {(origin.argument, origin.form): origin for origin in facts[0]}
         return frozenset(
-            each
-            if first.get((each.argument, each.form), each) == each
-            else each._replace(low=-_ANY, high=_ANY)
-            for each in _hull(facts)
+            origin
+            if first.get((origin.argument, origin.form), origin) == origin
+            else origin._replace(low=-_UNKNOWN_OFFSET, high=_UNKNOWN_OFFSET)
+            for origin in _union(facts)
         )
 
-    def eval_primitive(self, name: str, equation: Any, operands: Sequence[_Fact]) -> Sequence[_Fact]:
-        self._look(name, equation, operands)
-        if name in _EACH:
+    def eval_primitive(self, name: str, equation: Any, operands: Sequence[_Origins]) -> Sequence[_Origins]:
+        self._record_uses(name, equation, operands)
+        if name in _OPERANDWISE:
             return operands[: len(equation.outvars)]
         return [
             self._result(name, equation, operands, not has_dtype(var.aval, np.inexact))
             for var in equation.outvars
         ]
 
-    # What comes of them
+    # Origins of results
 
-    def _result(self, name: str, equation: Any, operands: Sequence[_Fact], whole: bool) -> _Fact:
+    def _result(self, name: str, equation: Any, operands: Sequence[_Origins], is_integer: bool) -> _Origins:
         first = operands[0]
-        if name in _OF_FIRST:
-            is_other = whole and (name in _SUMS or has_dtype(equation.invars[0].aval, np.inexact))
-            return _NOTHING if is_other else first
+        if name in _FROM_FIRST_OPERAND:
+            is_new = is_integer and (name in _SUMS or has_dtype(equation.invars[0].aval, np.inexact))
+            return _NONE if is_new else first
         if name == 'select_n' and _limits(first) == (0, 0):
             return operands[1]
-        if name in _MIXED:
+        if name in _FROM_SEVERAL_OPERANDS:
             is_clipped = name in ('clamp', 'min')
-            mixed = operands[_MIXED[name]]
-            return _hull(map(_bounded, mixed) if is_clipped else mixed)
+            sources = operands[_FROM_SEVERAL_OPERANDS[name]]
+            return _union(map(_with_known_offsets, sources) if is_clipped else sources)
         if name in _POWERS or (name == 'mul' and equation.invars[0] is equation.invars[1]):
-            squared = [each for each in first if each.form == 'same' and each.argument is not None]
-            return frozenset([each._replace(form='square', high=_ANY) for each in squared])
+            return frozenset(
+                origin._replace(form='square', high=_UNKNOWN_OFFSET)
+                for origin in first
+                if origin.form == 'same' and origin.argument is not None
+            )
         if name in ('add', 'add_any'):
-            return _sum(first, operands[1], whole)
+            return _sum(first, operands[1], is_integer)
         if name == 'sub':
-            return _difference(first, operands[1], whole)
+            return _difference(first, operands[1], is_integer)
         if name == 'mul':
-            return _product(equation, operands, whole)
+            return _product(equation, operands, is_integer)
         if name == 'div':
             limits = _limits(operands[1])
-            return first if limits is None or limits[0] > 0 else _NOTHING
+            return first if limits is None or limits[0] > 0 else _NONE
         if name == 'lt' and not has_dtype(equation.invars[0].aval, np.inexact):
-            # Integers that count from the end are not drawn.
+            # Negative indices, which count from the end, are never sampled.
             is_never = first and _limits(first) is None and _limits(operands[1]) == (0, 0)
-            return _between(0, 0) if is_never else _NOTHING
-        return _NOTHING
+            return _range(0, 0) if is_never else _NONE
+        return _NONE
 
-    # What they are used for
+    # Uses of arguments
 
-    def _look(self, name: str, equation: Any, operands: Sequence[_Fact]) -> None:
+    def _record_uses(self, name: str, equation: Any, operands: Sequence[_Origins]) -> None:
         shapes = [*map(shape_of, equation.invars)]
         if name == 'gather':
             dims, sizes = equations.gather_dims(equation).start_index_map, equations.slice_sizes(equation)
-            self._index(equation, operands[1], {dim: sizes[dim] for dim in dims})
+            self._record_index(equation, operands[1], {dim: sizes[dim] for dim in dims})
         elif name.startswith('scatter'):
-            numbers = equations.scatter_dims(equation)
-            gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-            windows = [dim for dim, _ in enumerate(shapes[0]) if dim not in gone]
-            taken = dict(zip(windows, numbers.update_window_dims, strict=True))
-            dims = numbers.scatter_dims_to_operand_dims
-            self._index(
-                equation, operands[1], {dim: shapes[2][taken[dim]] if dim in taken else 1 for dim in dims}
-            )
+            dimension_numbers = equations.scatter_dims(equation)
+            inserted = {*dimension_numbers.inserted_window_dims, *dimension_numbers.operand_batching_dims}
+            window_dims = [dim for dim, _ in enumerate(shapes[0]) if dim not in inserted]
+            update_dim = dict(zip(window_dims, dimension_numbers.update_window_dims, strict=True))
+            dims = dimension_numbers.scatter_dims_to_operand_dims
+            update_sizes = {dim: shapes[2][update_dim[dim]] if dim in update_dim else 1 for dim in dims}
+            self._record_index(equation, operands[1], update_sizes)
         elif name in ('dynamic_slice', 'dynamic_update_slice'):
-            part = shape_of(equation.outvars[0]) if name == 'dynamic_slice' else shapes[1]
-            for dim, fact in enumerate(operands[len(operands) - len(part) :]):
-                self._index(equation, fact, {dim: part[dim]})
+            slice_shape = shape_of(equation.outvars[0]) if name == 'dynamic_slice' else shapes[1]
+            for dim, origins in enumerate(operands[len(operands) - len(slice_shape) :]):
+                self._record_index(equation, origins, {dim: slice_shape[dim]})
         elif name in ('random_wrap', 'threefry2x32'):
-            self._use('key', frozenset().union(*operands[:2]), equation, 'bits of a key')
+            self._record('key', frozenset().union(*operands[:2]), equation, 'bits of a key')
         elif name in _COMPARISONS:
-            for fact, other in (operands, operands[::-1]):
-                self._compared(name, equation, fact, _limits(other))
-        elif name in _POSITIVE and not (name == 'pow' and _is_whole(operands[1])):
-            self._positive(equation, operands[0], f'argument of {name}')
+            for origins, other in (operands, operands[::-1]):
+                self._record_comparison(name, equation, origins, _limits(other))
+        elif name in _NEED_POSITIVE and not (name == 'pow' and _is_integer_constant(operands[1])):
+            self._record_positive(equation, operands[0], f'argument of {name}')
         elif name in ('div', 'rem'):
-            self._positive(equation, operands[1], 'divisor')
+            self._record_positive(equation, operands[1], 'divisor')
 
-    def _index(self, equation: Any, fact: _Fact, sizes: Mapping[int, int]) -> None:
-        """Numbers of rows: along which dimensions, and how many are taken at once."""
+    def _record_index(self, equation: Any, origins: _Origins, sizes: Mapping[int, int]) -> None:
+        """Records indices into an array.
+
+        Args:
+            equation: the equation that indexes its first operand.
+            origins: the origins of the indices.
+            sizes: indexed dimension -> the size of the slice along it.
+        """
         shape = shape_of(equation.invars[0])
-        limits = {dim: shape[dim] - size + 1 for dim, size in sizes.items()}
-        for dim, limit in limits.items():
-            if limit > 1 or max(limits.values()) == 1:  # where all is taken, the number is 0
-                self._use('index', fact, equation, f'index in dimension {dim} of {shape}', limit)
+        bounds = {dim: shape[dim] - size + 1 for dim, size in sizes.items()}
+        for dim, bound in bounds.items():
+            if bound > 1 or max(bounds.values()) == 1:  # the index is 0 along a dimension that is not sliced
+                self._record('index', origins, equation, f'index in dimension {dim} of {shape}', bound)
 
-    def _compared(self, name: str, equation: Any, fact: _Fact, limits: tuple[float, float] | None) -> None:
-        if limits is None or not 0 < limits[1] < _ANY or has_dtype(equation.invars[0].aval, np.inexact):
-            return
-        is_equality, most = name in ('eq', 'ne'), int(limits[1]) + 1
-        if limits[0] < limits[1]:
-            need: DomainKind = 'index' if is_equality else 'length'
-            what = f'compared with each of {most}'
-            self._use(need, _bounded(fact), equation, what, most + (not is_equality))
-        elif is_equality and not shape_of(equation.outvars[0]):
-            # One of rounds, as where gradients are accumulated.
-            self._use('index', _bounded(fact), equation, f'compared with {most - 1}', most)
-
-    def _positive(self, equation: Any, fact: _Fact, what: str) -> None:
-        self._use('positive', [each for each in fact if each.form == 'same'], equation, what)
-        self._use('fraction', [each for each in fact if each.form == 'below'], equation, what)
-
-    def _use(
-        self, kind: DomainKind, fact: Iterable[_Source], equation: Any, what: str, limit: int | None = None
+    def _record_comparison(
+        self, name: str, equation: Any, origins: _Origins, limits: tuple[float, float] | None
     ) -> None:
-        for source in fact:
-            if source.argument is not None:
-                bound = None if limit is None else int(max(1, limit - max(source.high, 0)))
-                uses = self.domains_of_arguments[source.argument]
-                if kind not in uses or (bound or 0) < (uses[kind].bound or 0):
-                    line = line_of(equation, self._calls[::-1])
-                    uses[kind] = ValueDomain(kind, bound, f'{what} in {line}' if line else what)
+        if limits is None or not 0 < limits[1] < _UNKNOWN_OFFSET:
+            return
+        if has_dtype(equation.invars[0].aval, np.inexact):
+            return
+        is_equality, count = name in ('eq', 'ne'), int(limits[1]) + 1
+        origins = _with_known_offsets(origins)
+        if limits[0] < limits[1]:
+            kind: DomainKind = 'index' if is_equality else 'length'
+            self._record(kind, origins, equation, f'compared with each of {count}', count + (not is_equality))
+        elif is_equality and not shape_of(equation.outvars[0]):
+            # The index of a microbatch, as in gradient accumulation.
+            self._record('index', origins, equation, f'compared with {count - 1}', count)
+
+    def _record_positive(self, equation: Any, origins: _Origins, use: str) -> None:
+        self._record('positive', [origin for origin in origins if origin.form == 'same'], equation, use)
+        self._record('fraction', [origin for origin in origins if origin.form == 'below'], equation, use)
+
+    def _record(
+        self,
+        kind: DomainKind,
+        origins: Iterable[_Origin],
+        equation: Any,
+        use: str,
+        index_bound: int | None = None,
+    ) -> None:
+        for origin in origins:
+            if origin.argument is None:
+                continue
+            bound = None if index_bound is None else int(max(1, index_bound - max(origin.high, 0)))
+            domains = self.domains_of_arguments[origin.argument]
+            if kind not in domains or (bound or 0) < (domains[kind].bound or 0):
+                line = line_of(equation, self._calls[::-1])
+                domains[kind] = ValueDomain(kind, bound, f'{use} in {line}' if line else use)
 
 
-def _between(low: float, high: float) -> _Fact:
-    """A value that does not depend on the arguments."""
-    return frozenset({_Source(None, 'same', low, high)})
+def _range(low: float, high: float) -> _Origins:
+    """Returns the origins of a value that does not depend on the arguments."""
+    return frozenset({_Origin(None, 'same', low, high)})
 
 
-def _constant(value: Any) -> _Fact:
+def _constant(value: Any) -> _Origins:
     if not has_dtype(value, np.number) or has_dtype(value, np.complexfloating) or value.size == 0:
-        return _NOTHING
+        return _NONE
     low, high = float(np.min(value)), float(np.max(value))
-    return _between(low, high) if math.isfinite(low) and math.isfinite(high) else _NOTHING
+    return _range(low, high) if math.isfinite(low) and math.isfinite(high) else _NONE
 
 
-def _limits(fact: _Fact) -> tuple[float, float] | None:
-    """The least and the largest element of what does not depend on the arguments."""
-    if not fact or any(each.argument is not None for each in fact):
+def _limits(origins: _Origins) -> tuple[float, float] | None:
+    """Returns the smallest and the largest element of a value that does not depend on the arguments."""
+    if not origins or any(origin.argument is not None for origin in origins):
         return None
-    return min(each.low for each in fact), max(each.high for each in fact)
+    return min(origin.low for origin in origins), max(origin.high for origin in origins)
 
 
-def _is_whole(fact: _Fact) -> bool:
-    limits = _limits(fact)
+def _is_integer_constant(origins: _Origins) -> bool:
+    limits = _limits(origins)
     return limits is not None and limits[0] == limits[1] and limits[0].is_integer()
 
 
-def _hull(facts: Iterable[_Fact]) -> _Fact:
-    """The sources of several values: of each argument all that any has."""
-    found: dict[Any, _Source] = {}
-    for source in itertools.chain.from_iterable(facts):
-        before = found.setdefault((source.argument, source.form), source)
-        low, high = min(before.low, source.low), max(before.high, source.high)
-        found[source.argument, source.form] = before._replace(low=low, high=high)
-    return frozenset(found.values())
+def _union(values: Iterable[_Origins]) -> _Origins:
+    """Merges the origins of several values, with the convex hull of the offsets for each argument."""
+    merged: dict[Any, _Origin] = {}
+    for origin in itertools.chain.from_iterable(values):
+        known = merged.setdefault((origin.argument, origin.form), origin)
+        low, high = min(known.low, origin.low), max(known.high, origin.high)
+        merged[origin.argument, origin.form] = known._replace(low=low, high=high)
+    return frozenset(merged.values())
 
 
-def _sum(first: _Fact, second: _Fact, whole: bool) -> _Fact:
-    """The sources of a sum. Floats may have anything added, as moving averages have squares."""
-    for fact, limits in ((first, _limits(second)), (second, _limits(first))):
-        if limits is not None and fact:
+def _sum(first: _Origins, second: _Origins, is_integer: bool) -> _Origins:
+    """Returns the origins of a sum. Any summand leaves a float positive, as in moving averages of squares."""
+    for origins, limits in ((first, _limits(second)), (second, _limits(first))):
+        if limits is not None and origins:
             low, high = limits
-            return frozenset([each._replace(low=each.low + low, high=each.high + high) for each in fact])
-    both = _hull([first, second])
-    return _unknown(both) if whole else both
+            return frozenset(
+                origin._replace(low=origin.low + low, high=origin.high + high) for origin in origins
+            )
+    both = _union([first, second])
+    return _with_unknown_offsets(both) if is_integer else both
 
 
-def _difference(first: _Fact, second: _Fact, whole: bool) -> _Fact:
-    """The sources of a difference. Of floats, what is subtracted of an argument is taken to be small."""
+def _difference(first: _Origins, second: _Origins, is_integer: bool) -> _Origins:
+    """Returns the origins of a difference. Floats subtracted from an argument are assumed to be small."""
     if (limits := _limits(second)) is not None:
-        return _sum(first, _between(-limits[1], -limits[0]), whole)
-    if whole:
-        return _unknown(_hull([first, second]))
+        return _sum(first, _range(-limits[1], -limits[0]), is_integer)
+    if is_integer:
+        return _with_unknown_offsets(_union([first, second]))
     if _limits(first) is not None:
-        return frozenset([each._replace(form='below') for each in second])
+        return frozenset(origin._replace(form='below') for origin in second)
     return first
 
 
-def _product(equation: Any, operands: Sequence[_Fact], whole: bool) -> _Fact:
-    one, other = map(_limits, operands)
-    if one is not None and other is not None:
-        corners = [a * b for a in one for b in other]
-        return _between(min(corners), max(corners))
-    if whole:
-        return _unknown(_hull(operands))
-    for fact, limits in ((operands[0], other), (operands[1], one)):
-        if limits is not None:
-            return fact if limits[0] >= 0 < limits[1] else _NOTHING
-    # Single numbers, such as those of schedules, are positive.
-    alone = [size_of(atom) == 1 for atom in equation.invars]
-    return _hull(operands) if all(operands) or any(alone) else _NOTHING
+def _product(equation: Any, operands: Sequence[_Origins], is_integer: bool) -> _Origins:
+    first, second = map(_limits, operands)
+    if first is not None and second is not None:
+        corners = [a * b for a in first for b in second]
+        return _range(min(corners), max(corners))
+    if is_integer:
+        return _with_unknown_offsets(_union(operands))
+    for origins, factor in ((operands[0], second), (operands[1], first)):
+        if factor is not None:
+            return origins if factor[0] >= 0 < factor[1] else _NONE
+    # A scalar factor, such as a learning rate schedule, is assumed to be positive.
+    any_scalar = any(size_of(atom) == 1 for atom in equation.invars)
+    return _union(operands) if all(operands) or any_scalar else _NONE
 
 
-def _unknown(fact: _Fact) -> _Fact:
-    """The sources of integers that are not known, but taken to be within bounds if the argument is zero."""
-    return frozenset([each._replace(high=_ANY) for each in fact if each.argument is not None])
+def _with_unknown_offsets(origins: _Origins) -> _Origins:
+    """Marks the offsets of integers as unknown. They are assumed to be in range if the argument is zero."""
+    return frozenset(
+        origin._replace(high=_UNKNOWN_OFFSET) for origin in origins if origin.argument is not None
+    )
 
 
-def _bounded(fact: _Fact) -> _Fact:
-    return frozenset([each for each in fact if each.high < _ANY])
+def _with_known_offsets(origins: _Origins) -> _Origins:
+    return frozenset(origin for origin in origins if origin.high < _UNKNOWN_OFFSET)

@@ -1,4 +1,4 @@
-"""The values that a step is run with: those that its arguments may have, and that show errors."""
+"""Sampling of arguments for a step: values that it accepts, and that reveal errors."""
 
 from __future__ import annotations
 
@@ -13,69 +13,70 @@ import numpy as np
 from scalax._jax.equations import open_jaxpr
 from scalax._verification.input_domains import DomainKind, ValueDomain, domains_by_use, has_dtype
 
-# So few that some are equal: numbers of segments and kinds of tokens are compared with each other.
-_FEW = 8
-# At step 0 schedules are zero, and so are the averages that corrections for the first steps divide by.
-_STEPS = 3, 100
+# Few enough that some values are equal: a step may compare segment ids or token kinds with each other.
+_INTEGER_BOUND = 8
+# Not step 0, where schedules are zero, and so are the terms that bias corrections divide by.
+_STEP_COUNTS = 3, 100
 
 
 def domains_of(jaxpr: Any) -> list[ValueDomain]:
-    """What values each argument of a closed jaxpr may have, by what is done with it."""
+    """Returns the value domain of each argument of a closed jaxpr, derived from its uses."""
     pairs = zip(open_jaxpr(jaxpr).invars, domains_by_use(jaxpr), strict=True)
-    return [_role(var.aval, uses) for var, uses in pairs]
+    return [_domain(var.aval, uses) for var, uses in pairs]
 
 
-def _role(aval: Any, uses: dict[DomainKind, ValueDomain]) -> ValueDomain:
+def _domain(aval: Any, uses: dict[DomainKind, ValueDomain]) -> ValueDomain:
     if has_dtype(aval, jax.dtypes.prng_key):
         return ValueDomain('key')
     if has_dtype(aval, np.bool_):
         return ValueDomain('mask')
     if has_dtype(aval, np.integer):
-        return _role_of_integers(uses, alone=not aval.shape)
+        return _integer_domain(uses, is_scalar=not aval.shape)
     return uses.get('fraction') or uses.get('positive') or ValueDomain('number')
 
 
-def _role_of_integers(uses: dict[DomainKind, ValueDomain], *, alone: bool) -> ValueDomain:
-    # The last element of a row, for one, is looked up by the length of the row.
-    above = uses.get('length') or uses.get('positive')
-    use = uses.get('key') or uses.get('index') or above
-    if use is None or (alone and use.kind == 'positive'):
-        return ValueDomain('count', _STEPS[1]) if alone else ValueDomain('integer', _FEW)
-    if alone or use.kind == 'key':
+def _integer_domain(uses: dict[DomainKind, ValueDomain], *, is_scalar: bool) -> ValueDomain:
+    # An index may also be a length: the last element of a sequence is looked up by the sequence's length.
+    nonzero = uses.get('length') or uses.get('positive')
+    use = uses.get('key') or uses.get('index') or nonzero
+    if use is None or (is_scalar and use.kind == 'positive'):
+        return ValueDomain('count', _STEP_COUNTS[1]) if is_scalar else ValueDomain('integer', _INTEGER_BOUND)
+    if is_scalar or use.kind == 'key':
         return use
-    is_length = above is not None and use.bound != 1
-    return ValueDomain('length' if is_length else use.kind, use.bound or _FEW, use.reason)
+    is_length = nonzero is not None and use.bound != 1
+    return ValueDomain('length' if is_length else use.kind, use.bound or _INTEGER_BOUND, use.reason)
 
 
-def sample(avals: Sequence[Any], roles: Sequence[ValueDomain], seed: int) -> list[Any]:
-    """Values in their roles, the same for each seed and number of the leaf.
+def sample(avals: Sequence[Any], domains: Sequence[ValueDomain], seed: int) -> list[Any]:
+    """Samples a value in the domain of each argument; a seed and an index always give the same value.
 
-    They differ along every dimension, so that a wrong layout shows. Matrices keep the scale of what they are
-    multiplied with. What has fewer dimensions, such as the scales of norms, is about 1; and it has one sign,
-    so that sums that are missing or doubled do not cancel out.
+    Values vary along every dimension, so that a wrong layout changes the result. Matrices preserve the scale
+    of their other operand. Vectors and scalars, such as the scales of norms, are about 1 and positive, so
+    that missing or doubled terms of a sum do not cancel out.
 
     Returns:
-        Arrays of numpy; numbers of Python where the type is that of one; keys with a dtype of their own are
-        arrays of JAX.
+        NumPy arrays; Python scalars for weak types; JAX arrays for PRNG keys.
     """
-    pairs = enumerate(zip(avals, roles, strict=True))
-    found = [_drawn(aval, role, np.random.default_rng([seed, i])) for i, (aval, role) in pairs]
+    values = [
+        _sample_one(aval, domain, np.random.default_rng([seed, i]))
+        for i, (aval, domain) in enumerate(zip(avals, domains, strict=True))
+    ]
     weak = [getattr(aval, 'weak_type', False) and not aval.shape for aval in avals]
-    return [value.item() if is_weak else value for value, is_weak in zip(found, weak, strict=True)]
+    return [value.item() if is_weak else value for value, is_weak in zip(values, weak, strict=True)]
 
 
-def _drawn(aval: Any, role: ValueDomain, rng: np.random.Generator) -> Any:
+def _sample_one(aval: Any, domain: ValueDomain, rng: np.random.Generator) -> Any:
     shape, dtype = tuple(aval.shape), aval.dtype
-    if role.kind == 'key':
+    if domain.kind == 'key':
         return _keys(shape, dtype, rng)
     if has_dtype(aval, np.bool_):
         return _mask(shape, rng)
     if has_dtype(aval, np.integer):
-        return np.asarray(_integers(shape, role, int(jnp.iinfo(dtype).max), rng)).astype(dtype)
-    found = _floats(shape, role.kind, rng)
+        return np.asarray(_integers(shape, domain, int(jnp.iinfo(dtype).max), rng)).astype(dtype)
+    values = _floats(shape, domain.kind, rng)
     if has_dtype(aval, np.complexfloating):
-        found = found + 1j * _floats(shape, role.kind, rng)
-    return np.asarray(found).astype(dtype)
+        values = values + 1j * _floats(shape, domain.kind, rng)
+    return np.asarray(values).astype(dtype)
 
 
 def _keys(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> Any:
@@ -87,16 +88,19 @@ def _keys(shape: tuple[int, ...], dtype: Any, rng: np.random.Generator) -> Any:
 
 
 def _mask(shape: tuple[int, ...], rng: np.random.Generator) -> Any:
-    """Three of four are true, and one of each row at least: a mean over none is no number."""
-    found = np.asarray(rng.random(shape) < 0.75)
-    if found.ndim and found.size:
-        np.put_along_axis(found, rng.integers(0, shape[-1], (*shape[:-1], 1)), True, -1)
-    return found
+    """Returns a mask that is true with probability 0.75, and at least once along the last dimension.
+
+    The mean over a mask without a true element is NaN.
+    """
+    mask = np.asarray(rng.random(shape) < 0.75)
+    if mask.ndim and mask.size:
+        np.put_along_axis(mask, rng.integers(0, shape[-1], (*shape[:-1], 1)), True, -1)
+    return mask
 
 
-def _integers(shape: tuple[int, ...], role: ValueDomain, most: int, rng: np.random.Generator) -> Any:
-    bound = min(role.bound or _FEW, most + 1)
-    least = {'length': 1, 'count': _STEPS[0]}.get(role.kind, 0)
+def _integers(shape: tuple[int, ...], domain: ValueDomain, dtype_max: int, rng: np.random.Generator) -> Any:
+    bound = min(domain.bound or _INTEGER_BOUND, dtype_max + 1)
+    least = {'length': 1, 'count': _STEP_COUNTS[0]}.get(domain.kind, 0)
     return rng.integers(min(least, bound - 1), bound, shape)
 
 
@@ -108,22 +112,25 @@ def _floats(shape: tuple[int, ...], kind: DomainKind, rng: np.random.Generator) 
     return rng.normal(size=shape) / math.sqrt(max(1, shape[-2]))
 
 
-def resample(leaves: Sequence[Any], roles: Sequence[ValueDomain], seed: int) -> list[Any]:
-    """A user's own arrays for seed 0; for other seeds other values, which are in the same roles if these are.
+def resample(leaves: Sequence[Any], domains: Sequence[ValueDomain], seed: int) -> list[Any]:
+    """Returns a user's arrays for seed 0, and similar values in the same domains for other seeds.
 
-    Integers and masks stay, and floats keep their signs. Other keys are drawn, and small numbers for floats
-    that are all zero, as in a state that has just been initialized: of a product with zero no error is seen.
+    Integers and masks stay as they are, and floats keep their signs. PRNG keys are sampled anew. Floats that
+    are all zero, as in a state that has just been initialized, become small numbers: a product with zero
+    would hide errors.
     """
     if seed == 0:
         return list(leaves)
-    pairs = enumerate(zip(leaves, roles, strict=True))
-    return [_varied(leaf, role, np.random.default_rng([seed, i])) for i, (leaf, role) in pairs]
+    return [
+        _resample_one(leaf, domain, np.random.default_rng([seed, i]))
+        for i, (leaf, domain) in enumerate(zip(leaves, domains, strict=True))
+    ]
 
 
-def _varied(leaf: Any, role: ValueDomain, rng: np.random.Generator) -> Any:
+def _resample_one(leaf: Any, domain: ValueDomain, rng: np.random.Generator) -> Any:
     if isinstance(leaf, bool | int | float | complex):
-        return leaf  # of no dtype: an array would change those of results
-    if role.kind == 'key':
+        return leaf  # weakly typed: an array would change the dtypes of results
+    if domain.kind == 'key':
         return _keys(leaf.shape, leaf.dtype, rng)
     values = np.asarray(leaf)
     if not has_dtype(values, np.inexact):
@@ -132,5 +139,5 @@ def _varied(leaf: Any, role: ValueDomain, rng: np.random.Generator) -> Any:
         return np.asarray(1e-2 * rng.uniform(0.5, 1.5, values.shape)).astype(values.dtype)
     wide = values.astype(np.complex128 if has_dtype(values, np.complexfloating) else np.float64)
     factors = rng.uniform(0.75, 1.25, values.shape)
-    is_fraction = role.kind == 'fraction' and np.all((wide >= 0) & (wide <= 1))
+    is_fraction = domain.kind == 'fraction' and np.all((wide >= 0) & (wide <= 1))
     return np.asarray(wide**factors if is_fraction else wide * factors).astype(values.dtype)

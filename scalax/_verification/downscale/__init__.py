@@ -1,1 +1,1 @@
-"""A step for a large mesh as a small step that stands for it."""
+"""Downscaling: a small step that stands for a step on a large mesh."""

@@ -1,4 +1,7 @@
-"""Rules for a small step that answer as they did about the large one: a rule may replicate small arrays."""
+"""Rules of a downscaled step that repeat the answers of the full-size step.
+
+Without them, a rule such as FSDP would replicate arrays that are small only because of the downscaling.
+"""
 
 from __future__ import annotations
 
@@ -18,42 +21,50 @@ _OPTIONS = 'in_shardings', 'out_shardings', 'args_sharding_constraint', 'annotat
 
 
 Answers = dict[Hashable, Answer]
-"""The answer of each rule about each path."""
+"""(option of `sjit`, path of the rule), path of the leaf -> the answer of the rule."""
 
 
-def with_replayed_rules(step: Any, kept: Answers, are_known: bool) -> Any:
-    """A step with rules that note their answers, or repeat those that are known, if `sjit` made it."""
+def with_replayed_rules(step: Any, answers: Answers, record: bool) -> Any:
+    """Returns a step of `sjit` with rules that record their answers, or replay recorded ones.
+
+    Other steps are returned as they are.
+
+    Args:
+        step: the step.
+        answers: the recorded answers.
+        record: whether to record; otherwise the rules replay.
+    """
     if not isinstance(step, SjitFunction):
         return step
 
-    def rules_of(option: str, rules: Any) -> Any:
-        def with_rule(path: Any, rule: Any) -> Any:
+    def wrap(option: str, rules: Any) -> Any:
+        def wrap_rule(path: Any, rule: Any) -> Any:
             key = option, path_string(path)
-            return _ReplayedRule(rule, key, kept, are_known) if isinstance(rule, ShardingRule) else rule
+            return _ReplayedRule(rule, key, answers, record) if isinstance(rule, ShardingRule) else rule
 
-        return jax.tree.map_with_path(with_rule, rules, is_leaf=is_rule)
+        return jax.tree.map_with_path(wrap_rule, rules, is_leaf=is_rule)
 
     make, (helper, function) = step.__reduce__()
-    given = {name: rules for name, rules in make.keywords.items() if name in _OPTIONS}
-    return make(helper, function, **{name: rules_of(name, rules) for name, rules in given.items()})
+    options = {name: rules for name, rules in make.keywords.items() if name in _OPTIONS}
+    return make(helper, function, **{name: wrap(name, rules) for name, rules in options.items()})
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _ReplayedRule(BuiltinRule):
     rule: ShardingRule
     key: Hashable
-    kept: Answers
-    are_known: bool
+    recorded: Answers
+    record: bool
 
     def __repr__(self) -> str:
         return repr(self.rule)
 
     def answers(self, tree: NamedTree, axis_sizes: AxisSizes | None) -> list[Answer]:
-        found = answers_of(self.rule, tree, axis_sizes)
+        answers = answers_of(self.rule, tree, axis_sizes)
         keys = [(self.key, path) for path in tree.paths]
-        if not self.are_known:
-            self.kept.update(zip(keys, found, strict=True))
-        return [self.kept.get(key, now) for key, now in zip(keys, found, strict=True)]
+        if self.record:
+            self.recorded.update(zip(keys, answers, strict=True))
+        return [self.recorded.get(key, answer) for key, answer in zip(keys, answers, strict=True)]
 
     @property
     def is_pure(self) -> bool:

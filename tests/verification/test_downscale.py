@@ -40,7 +40,7 @@ def array(*shape, dtype='float32'):
 @pytest.fixture
 def smallest(monkeypatch):
     """No step is so small that smaller ones are not looked for."""
-    monkeypatch.setattr('scalax._verification.downscale.shrink._FEW', 0)
+    monkeypatch.setattr('scalax._verification.downscale.shrink._SMALL', 0)
 
 
 # --- Meshes ------------------------------------------------------------------------------------------
@@ -402,6 +402,7 @@ def test_code_that_needs_the_large_mesh():
         reduced_args(code, (array(64, 64), array(64, 64)), helper_of(fsdp=64, tp=8), jax.devices())
     line = test_code_that_needs_the_large_mesh.__code__.co_firstlineno + 3
     assert str(caught.value).startswith(
-        f'the step cannot be traced for a mesh of (fsdp=4, tp=2): test_reduce.py:{line} step: AssertionError'
+        'the step cannot be traced for a mesh of (fsdp=4, tp=2): '
+        f'test_downscale.py:{line} step: AssertionError'
         ': for 512 devices'
     )

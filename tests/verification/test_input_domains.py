@@ -171,7 +171,7 @@ def test_a_role_says_why() -> None:
         return table[tokens]
 
     [_, role] = roles(jax.jit(embed), TABLE, ROWS)
-    assert role.reason.startswith('index in dimension 0 of (10, 4) in test_inputs.py:')
+    assert role.reason.startswith('index in dimension 0 of (10, 4) in test_input_domains.py:')
     assert role.reason.endswith(' embed')
 
 
