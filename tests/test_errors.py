@@ -1,6 +1,6 @@
-"""Whole messages, as somebody reads them at three in the morning, and errors as values.
+"""Complete error messages, and errors as values.
 
-Those about meshes, trees of rules and host data stand with the tests of their rooms.
+Messages about meshes, trees of rules and host data are tested in the folders of their packages.
 """
 
 import pickle
@@ -249,7 +249,7 @@ def test_ten_leaves_are_shown_and_the_rest_counted():
         ),
     ],
 )
-def test_rules_that_are_wrong_in_themselves(make, message):
+def test_invalid_rules(make, message):
     with pytest.raises(RuleError) as error:
         make()
     assert str(error.value) == message
@@ -324,14 +324,14 @@ def test_errors_survive_pickling(error):
         ('MissingDependencyError', ImportError),
     ],
 )
-def test_errors_are_the_builtin_ones_as_well(name, builtin):
+def test_errors_derive_from_builtin_exceptions(name, builtin):
     assert issubclass(getattr(errors, name), ScalaxError)
     assert issubclass(getattr(errors, name), builtin)
     assert f'{name} ' in errors.__doc__
 
 
 @pytest.mark.parametrize(
-    ('word', 'known', 'text'),
+    ('word', 'names', 'text'),
     [
         ('fdsp', ['fsdp', 'tp'], "did you mean 'fsdp'?"),
         ('data1', ['data2', 'data3', 'tp'], "did you mean 'data3' or 'data2'?"),
@@ -340,8 +340,8 @@ def test_errors_are_the_builtin_ones_as_well(name, builtin):
         ('x', [str(i) for i in range(11)], "known: '0', '1', '2', '3', '4', '5', '6', '7', '8', '9', ..."),
     ],
 )
-def test_did_you_mean(word, known, text):
-    assert did_you_mean(word, known) == text
+def test_did_you_mean(word, names, text):
+    assert did_you_mean(word, names) == text
 
 
 def test_long_rules_are_said_in_short_and_kept_whole(snapshot):

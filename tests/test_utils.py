@@ -1,4 +1,4 @@
-"""Small helpers: RNG keys, float dtypes, named trees."""
+"""RNG keys, float dtypes, named trees."""
 
 import collections
 import copy
@@ -54,7 +54,7 @@ def test_rng_takes_numbers_and_names(keys, result):
 
 
 @pytest.mark.parametrize('keys', [-1, np.int32(-2), 2.5, object, 'dropout', b'dropout'])
-def test_rng_refuses_what_is_no_number_of_keys(keys):
+def test_rng_rejects_invalid_arguments(keys):
     with pytest.raises(ArgumentError) as error:
         JaxRNG.from_seed(0)(keys)
     assert str(error.value) == f'JaxRNG takes a number of keys or a list of names, got {keys!r}'
@@ -64,9 +64,9 @@ def test_rng_refuses_what_is_no_number_of_keys(keys):
 @pytest.mark.parametrize('keys', [None, 2, ['params', 'dropout']])
 def test_rng_gives_threads_distinct_keys(keys):
     rng, draws = JaxRNG.from_seed(0), 20
-    found = jax.tree.leaves(in_threads(lambda _: [rng(keys) for _ in range(draws)]))
-    assert len(found) == COUNT * draws * (1 if keys is None else 2)
-    assert len({np.asarray(key).tobytes() for key in found}) == len(found)
+    keys_of_threads = jax.tree.leaves(in_threads(lambda _: [rng(keys) for _ in range(draws)]))
+    assert len(keys_of_threads) == COUNT * draws * (1 if keys is None else 2)
+    assert len({np.asarray(key).tobytes() for key in keys_of_threads}) == len(keys_of_threads)
 
 
 @pytest.mark.parametrize('copied', [copy.copy, copy.deepcopy, lambda rng: pickle.loads(pickle.dumps(rng))])
@@ -142,7 +142,7 @@ def test_casting(tensor, dtype, result):
 
 
 @pytest.mark.parametrize('other', [None, 'text', 1.5, jax.random.key(0)], ids=str)
-def test_what_is_no_float_array_is_returned_as_it_is(other):
+def test_other_leaves_are_returned_unchanged(other):
     assert float_tensor_to_dtype(other, 'bf16') is other
 
 

@@ -1,4 +1,4 @@
-"""What trees of flax and haliax say of their dimensions, and rules on such trees as they are."""
+"""Dimension names in trees of flax and haliax, and rules for such trees."""
 
 import functools
 import pickle
@@ -96,7 +96,7 @@ def test_a_regex_sees_the_key_of_the_box(helper):
     assert specs(helper, rule, linen_variables())['params/up/kernel/value'] == P('tp')
 
 
-def test_what_the_leaf_says_comes_before_axis_names(helper):
+def test_names_of_the_leaf_take_precedence_over_axis_names(helper):
     rule = LogicalAxisShardingRule({'embed': 'fsdp', 'mlp': 'tp'}, [('kernel', '_ _'), ('bias', 'mlp')])
     assert specs(helper, rule, linen_variables()) == {
         'params/down/bias': P('tp'),
@@ -123,25 +123,25 @@ def test_inside_other_rules(helper):
     names = RULE.stacked(1) | P()
     nn = import_or_skip('flax.linen')
     tree = {
-        'a': {'whole': nn.Partitioned(jnp.zeros((3, 16, 8)), names=('layers', 'embed', 'mlp'))},
+        'a': {'named': nn.Partitioned(jnp.zeros((3, 16, 8)), names=('layers', 'embed', 'mlp'))},
         'b': {'layer': nn.Partitioned(jnp.zeros((3, 16, 8)), names=('embed', 'mlp')), 'no': jnp.zeros(3)},
     }
     rule = TreePathShardingRule(('^a/', RULE), ('^b/', names))
     assert specs(helper, rule, tree) == {
-        'a/whole/value': P(None, 'fsdp', 'tp'),
+        'a/named/value': P(None, 'fsdp', 'tp'),
         'b/layer/value': P(None, 'fsdp', 'tp'),
         'b/no': P(),
     }
     # A leaf may name its stack of layers too, as scans of linen and haliax do.
-    assert specs(helper, names, tree)['a/whole/value'] == P(None, 'fsdp', 'tp')
+    assert specs(helper, names, tree)['a/named/value'] == P(None, 'fsdp', 'tp')
     only_embed = LogicalAxisShardingRule({'embed': 'fsdp', 'mlp': None, 'layers': None})
     over = only_embed & FSDPShardingRule('tp', min_fsdp_size=0)
-    assert specs(helper, over, {'a': tree['a']}) == {'a/whole/value': P(None, 'fsdp', 'tp')}
+    assert specs(helper, over, {'a': tree['a']}) == {'a/named/value': P(None, 'fsdp', 'tp')}
 
 
 @pytest.mark.medium
 def test_names_count_as_structure(helper):
-    """Equal shapes under other names: neither the memory of resolving nor sjit may mix them up."""
+    """Equal shapes with other names must not share cached shardings or programs."""
     nn = import_or_skip('flax.linen')
     value = jnp.zeros((8, 8))
     trees = [nn.Partitioned(value, names=n) for n in [('embed', 'mlp'), ('mlp', 'embed'), ('embed', None)]]
@@ -214,16 +214,16 @@ def test_axis_names_count_where_flax_names_too_few_dimensions(helper, box):
         'value': P('fsdp', 'tp'),
     }
     x = jax.ShapeDtypeStruct((2, 4, 16), jnp.float32)
-    one = jax.eval_shape(Attention().init, jax.random.key(0), x)
-    assert interop.axis_names(one)['params/a/out/kernel/value'] == ('embed', 'kv')
-    assert specs(helper, rule, one) == {
+    layer = jax.eval_shape(Attention().init, jax.random.key(0), x)
+    assert interop.axis_names(layer)['params/a/out/kernel/value'] == ('embed', 'kv')
+    assert specs(helper, rule, layer) == {
         f'params/a/{name}/kernel/value': spec for name, spec in expected.items()
     }
     stack = jax.eval_shape(Layers().init, jax.random.key(0), x)
     assert interop.axis_names(stack)['params/layer/a/out/kernel/value'] == ('layers', 'embed', 'kv')
-    whole = LogicalAxisShardingRule(mapping, [(regex, f'layers {names}') for regex, names in pairs])
-    for named in (whole, rule.stacked(1)):
-        assert specs(helper, named, stack) == {
+    with_layers = LogicalAxisShardingRule(mapping, [(regex, f'layers {names}') for regex, names in pairs])
+    for stack_rule in (with_layers, rule.stacked(1)):
+        assert specs(helper, stack_rule, stack) == {
             f'params/layer/a/{name}/kernel/value': P(None, *spec) for name, spec in expected.items()
         }
 
@@ -241,8 +241,8 @@ def test_only_pairs_that_name_every_dimension_count_before_a_box(helper):
     many = nn.Partitioned(
         jnp.zeros(16), names=('embed', 'mlp')
     )  # a statistic under the names of its parameter
-    told = LogicalAxisShardingRule({'embed': 'fsdp', 'mlp': 'tp'}, [('', 'mlp')])
-    assert helper.match_sharding_rule(told, many).value.spec == P('tp')
+    named = LogicalAxisShardingRule({'embed': 'fsdp', 'mlp': 'tp'}, [('', 'mlp')])
+    assert helper.match_sharding_rule(named, many).value.spec == P('tp')
 
 
 # --- flax nnx -------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_haliax_module_in_sjit(helper):
 
 
 class Box:
-    """Looks like a box and belongs to no library."""
+    """A node that resembles a box, but is not from a library."""
 
     def __init__(self, value, names):
         self.value, self.names = value, names

@@ -196,21 +196,21 @@ def use_mesh(mesh: Mesh | AbstractMesh, what: str) -> contextlib.AbstractContext
         ids, ambient_ids = ([device.id for device in m.devices.flat] for m in (mesh, jax.sharding.get_mesh()))
         if ids != ambient_ids:
             raise MeshError(
-                f'{what} is for the devices {ids}, under jax.set_mesh of the devices {ambient_ids}: '
+                f'{what} uses the devices {ids}, but jax.set_mesh is active with the devices {ambient_ids}: '
                 'exit that mesh before the call'
             )
     if ambient == abstract:
         return contextlib.nullcontext()
     if ambient.size != abstract.size:
         raise MeshError(
-            f'{what} is for a mesh of {abstract.size} devices, under jax.set_mesh of one of {ambient.size}: '
-            'exit that mesh before the call'
+            f'{what} uses a mesh of {abstract.size} devices, but jax.set_mesh is active with a mesh of '
+            f'{ambient.size}: exit that mesh before the call'
         )
     if AxisType.Explicit in (*ambient.axis_types, *abstract.axis_types) and is_compiled():
         raise MeshError(
-            f'{what} is for the mesh ({partition_specs.axis_sizes_text(abstract.shape)}), in a function that '
-            f'is compiled for the mesh ({partition_specs.axis_sizes_text(ambient.shape)}): JAX joins '
-            'no values of two meshes where axes are Explicit; use the helper of one mesh'
+            f'{what} uses the mesh ({partition_specs.axis_sizes_text(abstract.shape)}), in a function that '
+            f'is compiled for the mesh ({partition_specs.axis_sizes_text(ambient.shape)}): JAX cannot '
+            'combine values of two meshes with Explicit axes; use one helper for both'
         )
     return jax.sharding.use_abstract_mesh(abstract)
 

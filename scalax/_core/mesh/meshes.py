@@ -233,9 +233,9 @@ def unpickled(parts: Any) -> Mesh | AbstractMesh:
     missing = [device_id for device_id in ids.flat if device_id not in device_of_id]
     if missing:
         raise MeshError(
-            f'a pickled helper is of {ids.size} {platform!r} devices, and those with the ids '
-            f'{", ".join(map(str, missing))} are not here: load it where JAX has the same devices (on a CPU, '
-            f"jax.config.update('jax_num_cpu_devices', n)), or make a helper there{reason}"
+            f'a pickled helper uses {ids.size} {platform!r} devices, and the devices with ids '
+            f'{", ".join(map(str, missing))} do not exist here: load it where JAX has the same devices (on a '
+            f"CPU, jax.config.update('jax_num_cpu_devices', n)), or make a helper there{reason}"
         )
     array = np.array([device_of_id[device_id] for device_id in ids.flat], dtype=object)
     return Mesh(array.reshape(ids.shape), names, axis_types=types)
@@ -261,7 +261,7 @@ def require_devices(mesh: Mesh | AbstractMesh, what: str) -> None:
     if not has_devices(mesh):
         raise MeshError(
             f'{what} needs devices to run on, and this helper has {mesh.devices.flat[0].device_kind} devices '
-            'that are not here: they serve for compiling (.lower(...).compile()) and planning only'
+            'that are not attached: it can only compile (.lower(...).compile()) and plan for them'
         )
 
 

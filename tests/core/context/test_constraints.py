@@ -1,4 +1,4 @@
-"""Constraints and annotations: on every kind of mesh axis, in and out of jit, shard_map and contexts."""
+"""Constraints and annotations on every type of mesh axis, in and out of jit, shard_map and contexts."""
 
 import contextlib
 import functools
@@ -139,22 +139,22 @@ def test_rules_trees_of_rules_and_none(helper):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ('start', 'asked', 'expected'),
+    ('start', 'spec', 'expected'),
     [
         (P('a', 'b'), P(U, None), P('a')),
         (P('a', 'b'), P(None, U), P(None, 'b')),
         (P('a'), P(U, 'b'), P('a', 'b')),
-        (P('a'), P(U, 'a'), P(None, 'a')),  # the axis goes where it is asked for
+        (P('a'), P(U, 'a'), P(None, 'a')),  # the axis moves to the other dimension
         (P(('a', 'b')), P(U, 'b'), P('a', 'b')),
         (P('b', 'a'), P(U, U), P('b', 'a')),
     ],
 )
-def test_unconstrained_dimensions_stay_as_they_are(start, asked, expected):
+def test_unconstrained_dimensions_stay_as_they_are(start, spec, expected):
     x = np.arange(64, dtype=np.float32).reshape(8, 8)
-    result = EXPLICIT.sjit(lambda y: with_sharding_constraint(y, asked))(EXPLICIT.shard(x, start))
+    result = EXPLICIT.sjit(lambda y: with_sharding_constraint(y, spec))(EXPLICIT.shard(x, start))
     assert_lies(result, EXPLICIT, expected, x)
     # On Auto axes that is the compiler's choice.
-    AUTO.sjit(lambda y: with_sharding_constraint(y, asked))(AUTO.shard(x, start))
+    AUTO.sjit(lambda y: with_sharding_constraint(y, spec))(AUTO.shard(x, start))
 
 
 @pytest.mark.medium
@@ -177,12 +177,12 @@ def test_constraints_are_transparent_to_transformations(helper):
 @pytest.mark.parametrize('manual', ['a', 'b', 'ab'])
 @pytest.mark.parametrize('kind', ['spec', 'named sharding', 'rule', 'annotation'])
 def test_manual_axes_are_left_alone(helper, manual, kind):
-    asked = P('a', 'b')
+    requested = P('a', 'b')
     rule = {
-        'spec': asked,
-        'named sharding': NamedSharding(helper.mesh, asked),
-        'rule': TreePathShardingRule(('', asked)),
-        'annotation': asked,
+        'spec': requested,
+        'named sharding': NamedSharding(helper.mesh, requested),
+        'rule': TreePathShardingRule(('', requested)),
+        'annotation': requested,
     }[kind]
 
     def body(y):
@@ -193,24 +193,24 @@ def test_manual_axes_are_left_alone(helper, manual, kind):
     mapped = jax.shard_map(body, mesh=helper.mesh, in_specs=spec, out_specs=spec, axis_names=set(manual))
     x = np.arange(64, dtype=np.float32).reshape(8, 8)
     placed = helper.shard(x, spec)  # the other axes come from the constraint alone
-    asked = asked if jax_keeps_types(helper.mesh, spec, asked) else spec
+    expected = requested if jax_keeps_types(helper.mesh, spec, requested) else spec
     with helper.get_context({'y': rule}):
-        assert_lies(jax.jit(mapped)(placed), helper, asked, x)
-        assert_lies(mapped(placed), helper, asked, x)
-    bound = {'y': rule} if kind == 'annotation' else None
-    assert_lies(helper.sjit(mapped, annotation_shardings=bound)(placed), helper, asked, x)
+        assert_lies(jax.jit(mapped)(placed), helper, expected, x)
+        assert_lies(mapped(placed), helper, expected, x)
+    bindings = {'y': rule} if kind == 'annotation' else None
+    assert_lies(helper.sjit(mapped, annotation_shardings=bindings)(placed), helper, expected, x)
     if kind != 'annotation':
         # The mesh of shard_map is an ambient one.
-        assert_lies(jax.jit(mapped)(placed), helper, asked, x)
+        assert_lies(jax.jit(mapped)(placed), helper, expected, x)
 
 
-def jax_keeps_types(mesh, spec, asked):
-    """Whether the type that a value gets inside of ``jax.shard_map`` leaves it; of Auto axes none does.
+def jax_keeps_types(mesh, spec, requested):
+    """Whether a value keeps its type over Explicit axes when it leaves ``jax.shard_map``.
 
-    JAX 0.10.2 forgets Explicit axes beside manual ones of type Auto.
+    JAX 0.10.2 drops Explicit axes if a manual axis has type Auto.
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    inside = [axis if axis not in spec and types[axis] is AxisType.Explicit else None for axis in asked]
+    inside = [axis if axis not in spec and types[axis] is AxisType.Explicit else None for axis in requested]
 
     def typed(y):
         return jax.sharding.reshard(y, NamedSharding(jax.sharding.get_abstract_mesh(), P(*inside)))
@@ -232,7 +232,7 @@ def test_shard_map_over_another_mesh(snapshot):
         jax.jit(mapped)(np.zeros(8))
 
 
-# --- What cannot be done --------------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------------------
 
 
 @every_helper
@@ -317,7 +317,7 @@ def test_padded_values_may_be_outputs(size):
 # --- Contexts and annotations ---------------------------------------------------------------------
 
 
-def test_names_that_nobody_bound_do_nothing():
+def test_unbound_names_do_nothing():
     tree = {'x': np.zeros(8)}
     assert with_sharding_annotation(tree, 'h') is tree
     with AUTO.get_context({'other': P('a')}):
@@ -418,7 +418,7 @@ def test_one_context_entered_by_many_threads():
     ],
     ids=['jit', 'checkpoint', 'scan', 'vmap'],
 )
-def test_a_shared_inner_function_never_sees_anothers_binding(wrap):
+def test_a_shared_inner_function_never_sees_the_binding_of_another(wrap):
     inner = wrap(lambda y: with_sharding_annotation(y, 'h'))
     x = np.arange(8, dtype=np.float32)
     plain = jax.jit(inner)(x)  # traced without any binding first
@@ -453,37 +453,37 @@ MESHES = {name: helper.mesh for name, helper in HELPERS.items()} | {
 @every_helper
 @pytest.mark.parametrize('call', OUTSIDE)
 @pytest.mark.parametrize('mesh', MESHES)
-def test_under_the_mesh_of_another_the_helpers_counts(helper, call, mesh):
+def test_the_mesh_of_the_helper_takes_precedence(helper, call, mesh):
     x = np.arange(64, dtype=np.float32).reshape(8, 8)
-    lies = {
+    arrays = {
         'host': x,
         'of the helper': helper.shard(x, P('b')),
         'of other types': AUTO.shard(x, P('b')) if helper is not AUTO else EXPLICIT.shard(x, P('b')),
     }
-    for given in lies.values():
+    for array in arrays.values():
         with jax.set_mesh(MESHES[mesh]), helper.get_context():
-            out = OUTSIDE[call](helper)(given, P('a'))
+            out = OUTSIDE[call](helper)(array, P('a'))
         np.testing.assert_array_equal(out, x)
         assert out.sharding.mesh == helper.mesh
-        if call != 'shard_map, partly':  # which leaves something open
+        if call != 'shard_map, partly':  # which leaves some axes unconstrained
             assert out.sharding.is_equivalent_to(NamedSharding(helper.mesh, P('a')), 2)
 
 
 @every_helper
 @pytest.mark.parametrize('call', OUTSIDE)
-def test_under_a_mesh_of_other_devices_nothing_runs(helper, call):
+def test_a_mesh_of_other_devices_is_an_error(helper, call):
     for devices in (jax.devices()[:4], jax.devices()[::-1]):
         mesh = Mesh(np.array(devices), ('d',))
         with jax.set_mesh(mesh), helper.get_context(), pytest.raises(MeshError) as error:
             OUTSIDE[call](helper)(np.zeros((8, 8), np.float32), P('a'))
-        own, theirs = ([device.id for device in each] for each in (jax.devices(), devices))
+        ids, ambient_ids = ([device.id for device in group] for group in (jax.devices(), devices))
         assert str(error.value).endswith(
-            f' is for the devices {own}, under jax.set_mesh of the devices {theirs}: exit that mesh '
-            'before the call'
+            f' uses the devices {ids}, but jax.set_mesh is active with the devices {ambient_ids}: exit that '
+            'mesh before the call'
         )
 
 
-def test_a_compiled_function_of_another_explicit_mesh_joins_no_values(snapshot):
+def test_values_of_two_explicit_meshes_cannot_be_combined(snapshot):
     def constrained(x):
         with EXPLICIT.get_context():
             return with_sharding_constraint(x, P('a'))
@@ -492,7 +492,7 @@ def test_a_compiled_function_of_another_explicit_mesh_joins_no_values(snapshot):
         jax.jit(constrained)(np.zeros((8, 8), np.float32))
 
 
-# --- What a constraint cannot do, and what it takes -----------------------------------------------
+# --- Memory kinds and other shardings ----------------------------------------------------------
 
 
 @pytest.mark.medium
@@ -528,14 +528,14 @@ def test_a_memory_kind_is_an_error(helper):
 
 @pytest.mark.slow
 @every_helper
-def test_a_named_sharding_of_axes_of_other_types_is_one_on_the_own(helper):
+def test_a_named_sharding_with_other_axis_types(helper):
     x = np.ones((8, 8), np.float32)
     for other in HELPERS.values():
-        given = NamedSharding(other.mesh, P('b', 'a'))
-        out = helper.sjit(lambda x, given=given: with_sharding_constraint(2 * x, given))(x)
+        sharding = NamedSharding(other.mesh, P('b', 'a'))
+        out = helper.sjit(lambda x, sharding=sharding: with_sharding_constraint(2 * x, sharding))(x)
         assert out.sharding == NamedSharding(helper.mesh, P('b', 'a'))
         with helper.get_context():
-            assert_lies(with_sharding_constraint(helper.shard(x, P('a')), given), helper, P('b', 'a'), x)
+            assert_lies(with_sharding_constraint(helper.shard(x, P('a')), sharding), helper, P('b', 'a'), x)
     turned = Mesh(helper.mesh.devices[::-1], ('a', 'b'), axis_types=other.mesh.axis_types)
     with pytest.raises(ShardingError, match='of another mesh'):
         helper.sjit(lambda x: with_sharding_constraint(x, NamedSharding(turned, P('a'))))(x)

@@ -1,4 +1,4 @@
-"""Calls in another thread, the JAX settings that go along one by one, and objects that threads share."""
+"""Calls in another thread with the JAX settings of this one, and objects that threads share."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ from tests.support.threads import COUNT, in_threads
 
 HELPER = MeshShardingHelper([4, 2], ['data', 'tp'])
 
-# A value that is not the default one; of any other setting the opposite.
+# A value other than the default. Other settings are negated.
 VALUES = {
     'array_garbage_collection_guard': 'log',
     'default_matmul_precision': 'float32',
@@ -43,8 +43,8 @@ def current(setting: str) -> Any:
     return getattr(jax.config, f'jax_{setting}')
 
 
-def test_the_settings_are_all_that_a_thread_can_have_to_itself() -> None:
-    known = {
+def test_the_settings_are_all_thread_local_settings() -> None:
+    settings = {
         *(
             'check_tracer_leaks',
             'debug_infs',
@@ -55,13 +55,13 @@ def test_the_settings_are_all_that_a_thread_can_have_to_itself() -> None:
         ),
         *('enable_x64', 'explain_cache_misses', 'log_compiles', 'threefry_partitionable', *VALUES),
     }
-    assert known <= set(SETTINGS)
+    assert settings <= set(SETTINGS)
     for setting in SETTINGS:
         assert callable(getattr(jax, setting))
 
 
 @pytest.mark.parametrize('setting', SETTINGS)
-def test_a_setting_goes_along(setting: str) -> None:
+def test_a_setting_is_passed_on(setting: str) -> None:
     value = VALUES.get(setting)
     if setting == 'default_device':
         value = jax.devices()[3]
@@ -73,20 +73,20 @@ def test_a_setting_goes_along(setting: str) -> None:
     assert run_in_thread('other', lambda: current(setting)) == current(setting) == before
 
 
-def test_transfer_guard_goes_along() -> None:
+def test_the_transfer_guard_is_passed_on() -> None:
     with jax.transfer_guard('disallow'):
         run_in_thread('other', lambda: jax.device_put(np.zeros(2)))
         with pytest.raises(Exception, match='Disallowed host-to-device transfer'):
             run_in_thread('other', lambda: jax.jit(lambda x: x)(np.zeros(2)))
 
 
-def test_a_mesh_stays_behind() -> None:
+def test_a_mesh_is_not_passed_on() -> None:
     with jax.set_mesh(HELPER.mesh), HELPER.get_context():
         assert run_in_thread('other', jax.sharding.get_mesh).empty
         assert run_in_thread('other', get_global_mesh_helper) is None
 
 
-def test_errors_come_back() -> None:
+def test_errors_are_raised_in_the_caller() -> None:
     def fails() -> None:
         raise KeyError('x')
 
@@ -100,12 +100,12 @@ def test_errors_come_back() -> None:
 def test_threads_share_a_helper() -> None:
     tree = {'w': np.arange(64.0, dtype=np.float32).reshape(8, 8), 'b': np.zeros(8, np.float32)}
     rule = TreePathShardingRule(('w', PartitionSpec('data', 'tp')), ('b', PartitionSpec()))
-    wanted = HELPER.match_sharding_rule(rule, tree)
+    expected = HELPER.match_sharding_rule(rule, tree)
 
     def work(number: int) -> int:
         for _ in range(5):
             placed = HELPER.shard(tree, rule)
-            assert jax.tree.map(lambda leaf: leaf.sharding, placed) == wanted
+            assert jax.tree.map(lambda leaf: leaf.sharding, placed) == expected
             np.testing.assert_array_equal(HELPER.gather(placed)['w'], tree['w'])
             batch = HELPER.local_data_to_global_array(np.full(8, number))
             assert np.asarray(batch).tolist() == [number] * 8
@@ -137,9 +137,9 @@ def test_threads_share_a_compiled_function() -> None:
     def work(number: int) -> None:
         for turn in range(6):
             power = 1 + (number + turn) % 3
-            found = step(x, np.float32(number), power=power)
-            assert found.sharding.spec == PartitionSpec('tp')
-            np.testing.assert_allclose(found, (x * number) ** power, rtol=1e-5)
+            result = step(x, np.float32(number), power=power)
+            assert result.sharding.spec == PartitionSpec('tp')
+            np.testing.assert_allclose(result, (x * number) ** power, rtol=1e-5)
             if turn == 3 and number == 0:
                 step.clear_cache()
 
@@ -149,7 +149,7 @@ def test_threads_share_a_compiled_function() -> None:
 
 @pytest.mark.medium
 @pytest.mark.parametrize('how', ['call', 'lower', 'inside jax.jit', 'sjit again'])
-def test_threads_that_meet_a_signature_together_trace_it_once(how: str) -> None:
+def test_threads_trace_a_new_signature_once(how: str) -> None:
     traces = []
 
     def double(x: jax.Array) -> jax.Array:
@@ -165,12 +165,12 @@ def test_threads_that_meet_a_signature_together_trace_it_once(how: str) -> None:
         'inside jax.jit': lambda: jax.jit(lambda x: compiled(x))(x),
         'sjit again': lambda: HELPER.sjit(double, in_shardings=PartitionSpec('data'))(x),
     }
-    for found in in_threads(lambda _: work[how]()):
-        np.testing.assert_array_equal(found, 2 * x)
+    for result in in_threads(lambda _: work[how]()):
+        np.testing.assert_array_equal(result, 2 * x)
     assert traces == [(8,)]
 
 
-def test_a_trace_that_fails_leaves_the_turn_to_the_next_thread() -> None:
+def test_after_a_failed_trace_the_next_thread_traces() -> None:
     traces = []
 
     @HELPER.sjit
@@ -202,7 +202,7 @@ LEFT_TOO_EARLY = (
 )
 
 
-def test_tasks_that_take_turns_inside_contexts_are_told() -> None:
+def test_interleaved_tasks_inside_contexts_are_an_error() -> None:
     async def work(helper: MeshShardingHelper, turns: int) -> str:
         try:
             with helper.get_context():
@@ -219,7 +219,7 @@ def test_tasks_that_take_turns_inside_contexts_are_told() -> None:
     assert get_global_mesh_helper() is None
 
 
-def test_generators_that_take_turns_inside_contexts_are_told() -> None:
+def test_interleaved_generators_inside_contexts_are_an_error() -> None:
     def work(helper: MeshShardingHelper) -> Iterator[None]:
         with helper.get_context():
             yield
@@ -258,7 +258,7 @@ def test_an_error_is_not_hidden_by_the_order_of_contexts() -> None:
     assert get_global_mesh_helper() is None
 
 
-def test_a_context_left_in_another_thread_is_told() -> None:
+def test_a_context_that_another_thread_exits_is_an_error() -> None:
     context = HELPER.get_context()
     with context:
         with pytest.raises(MeshError, match='or in another thread'):

@@ -1,4 +1,4 @@
-"""Topologies of GPUs: their names, what the compiler is asked, and what is said of what is wrong."""
+"""Topologies of GPUs: their names, the calls of the compiler, and error messages."""
 
 import importlib.metadata
 import re
@@ -33,7 +33,7 @@ def helper_of(topology, dims=(-1,), names=('x',), **options):
 
 
 @pytest.mark.parametrize(
-    ('topology', 'slices', 'found'),
+    ('topology', 'slices', 'expected'),
     [
         ('h100:8', 1, GPUTopology('h100', 1, 1, 8)),
         ('h100:8', 16, GPUTopology('h100', 16, 1, 8)),
@@ -50,9 +50,9 @@ def helper_of(topology, dims=(-1,), names=('x',), **options):
         ('gpu.txtpb:3x16', 1, GPUTopology('gpu.txtpb', 1, 3, 16)),
     ],
 )
-def test_names(topology, slices, found):
+def test_names(topology, slices, expected):
     assert is_gpu_topology(topology)
-    assert gpu_topology(topology, slices) == found
+    assert gpu_topology(topology, slices) == expected
 
 
 @pytest.mark.parametrize('topology', ['v5p:4x4x4', 'h10:8', 'H100:8', 'cpu:8', '', 'v100:8', 'mine:8'])
@@ -98,18 +98,20 @@ def test_the_memory_of_data_sheets_is_less_than_that_of_the_target(kind):
 
 @pytest.fixture
 def described(monkeypatch):
-    """As if the compiler were here, whatever is installed; what it is to do is set by the test."""
+    """Pretends that the compiler is installed. The test sets the function that replaces it."""
     monkeypatch.setattr(
         gpu_topologies, 'installed_plugins', lambda: {'jax-cuda12-pjrt': importlib.metadata.version('jaxlib')}
     )
     return lambda function: monkeypatch.setattr(topologies, 'get_topology_desc', function)
 
 
-def test_the_compiler_is_told_of_the_gpus(described):
-    asked = {}
-    described(lambda **options: asked.update(options) or topologies.TopologyDescription(jax.devices()))
+def test_the_compiler_gets_the_description_of_the_gpus(described):
+    options_of_call = {}
+    described(
+        lambda **options: options_of_call.update(options) or topologies.TopologyDescription(jax.devices())
+    )
     helper_of('gb200:2x18x4')
-    assert asked == {
+    assert options_of_call == {
         'platform': 'cuda',
         'topology_name': '',
         'target_config': target_config('gb200'),
@@ -174,13 +176,13 @@ def test_a_topology_that_the_compiler_refuses(described):
     )
 
 
-def test_compilers_that_are_right():
+def test_valid_compilers():
     assert plugin_fault({}, '1') is None
     assert plugin_fault({'jax-cuda12-pjrt': '1'}, '1') is None
 
 
 @pytest.mark.parametrize(
-    ('plugin', 'jaxlib', 'right'),
+    ('plugin', 'jaxlib', 'fits'),
     [
         ('0.12.0', '0.12.0+cuda12.local', True),
         ('0.12.1.dev20261101', '0.12.1.dev20261102', True),
@@ -188,9 +190,9 @@ def test_compilers_that_are_right():
         ('0.12.0', '0.12.1', False),
     ],
 )
-def test_versions_are_compared_as_jax_does(plugin, jaxlib, right):
-    """By the numbers that they begin with: ``check_plugin_version`` in jaxlib/plugin_support.py."""
-    assert (plugin_fault({'jax-cuda12-pjrt': plugin}, jaxlib) is None) is right
+def test_versions_are_compared_as_jax_does(plugin, jaxlib, fits):
+    """By their release parts, like ``check_plugin_version`` in jaxlib/plugin_support.py."""
+    assert (plugin_fault({'jax-cuda12-pjrt': plugin}, jaxlib) is None) is fits
 
 
 # --- A GPU that a file describes ---------------------------------------------------------------------
@@ -245,8 +247,8 @@ def test_a_target_config_that_is_not_text(described, tmp_path):
 @gpu_compiler.needed
 @pytest.mark.parametrize('kind', GPU_KINDS)
 def test_every_kind_compiles(kind):
-    joined = GPU_KINDS[kind]
-    helper = helper_of(f'{kind}:2x1x{joined.gpus_per_host}', [2, -1], ['data', 'tp'])
+    limits = GPU_KINDS[kind]
+    helper = helper_of(f'{kind}:2x1x{limits.gpus_per_host}', [2, -1], ['data', 'tp'])
     assert {device.device_kind for device in helper.mesh.devices.flat} == {TARGETS[kind].device_kind}
     step = helper.sjit(lambda x: jnp.tanh(x @ x), in_shardings=P('data', 'tp'), out_shardings=P('data'))
     compiled = step.lower(jax.ShapeDtypeStruct((512, 512), 'bfloat16')).compile()

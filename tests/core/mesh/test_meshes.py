@@ -1,4 +1,4 @@
-"""WHERE: dimensions, names and devices become meshes; physical topology is respected."""
+"""Meshes from dimensions, names and devices, on physical topologies and several slices."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ from scalax.sharding import MeshShardingHelper
 
 @dataclasses.dataclass(frozen=True)
 class Tpu:
-    """What JAX looks at when it lays TPU devices out, as its own tests mock them."""
+    """The attributes by which JAX orders TPU devices, as its own tests mock them."""
 
     id: int
     coords: tuple[int, int, int]
@@ -29,7 +29,7 @@ class Tpu:
 
 @dataclasses.dataclass(frozen=True)
 class HostDevice:
-    """A device of a platform without slices, in one of several processes; ids jump as on real hosts."""
+    """A device of a platform without slices, in one of several processes, with gaps in the ids."""
 
     id: int
     process_index: int
@@ -38,12 +38,14 @@ class HostDevice:
 
 
 def tpu_slice(x, y, z, *, slice_index=0, kind='TPU v4', cores=1):
-    """The devices of an x * y * z slice as jax.devices() lists them: x runs fastest."""
-    places = [(i, j, k, core) for k in range(z) for j in range(y) for i in range(x) for core in range(cores)]
-    first = slice_index * len(places)
+    """The devices of an x * y * z slice in the order of jax.devices(): x varies fastest."""
+    positions = [
+        (i, j, k, core) for k in range(z) for j in range(y) for i in range(x) for core in range(cores)
+    ]
+    first = slice_index * len(positions)
     return [
         Tpu(first + n, (i, j, k), core, slice_index, device_kind=kind)
-        for n, (i, j, k, core) in enumerate(places)
+        for n, (i, j, k, core) in enumerate(positions)
     ]
 
 
@@ -52,7 +54,7 @@ def hosts(processes, devices):
 
 
 def moving_coordinates(devices):
-    """Which coordinates differ among *devices*."""
+    """The coordinates that differ among *devices*."""
     coords = np.array([device.coords for device in devices.flat])
     return [axis for axis in range(3) if len(set(coords[:, axis])) > 1]
 
@@ -85,15 +87,15 @@ def test_dimensions(dims, count, resolved):
     assert list(helper.mesh.devices.flat) == jax.devices()[:count]
 
 
-def test_the_devices_and_their_order_are_the_users():
+def test_devices_keep_the_order_of_the_user():
     devices = [jax.devices()[i] for i in (5, 1, 6, 2)]
-    for given in (devices, tuple(devices), np.array(devices).reshape(2, 2)):
-        mesh = MeshShardingHelper([2, -1], ['a', 'b'], devices=given).mesh
+    for argument in (devices, tuple(devices), np.array(devices).reshape(2, 2)):
+        mesh = MeshShardingHelper([2, -1], ['a', 'b'], devices=argument).mesh
         assert list(mesh.devices.flat) == devices
 
 
 @pytest.mark.parametrize(
-    ('given', 'types'),
+    ('axis_types', 'expected'),
     [
         (None, (AxisType.Auto, AxisType.Auto)),
         (AxisType.Explicit, (AxisType.Explicit, AxisType.Explicit)),
@@ -101,9 +103,9 @@ def test_the_devices_and_their_order_are_the_users():
         ([AxisType.Explicit, AxisType.Auto], (AxisType.Explicit, AxisType.Auto)),
     ],
 )
-def test_axis_types(given, types):
-    helper = MeshShardingHelper([4, 2], ['a', 'b'], axis_types=given)
-    assert helper.axis_types == helper.mesh.axis_types == types
+def test_axis_types(axis_types, expected):
+    helper = MeshShardingHelper([4, 2], ['a', 'b'], axis_types=axis_types)
+    assert helper.axis_types == helper.mesh.axis_types == expected
 
 
 @pytest.mark.parametrize('types', list(itertools.product([AxisType.Auto, AxisType.Explicit], repeat=2)))
@@ -119,7 +121,7 @@ def test_from_mesh(types):
 # --- Physical topology ----------------------------------------------------------------------------
 
 
-def test_each_mesh_axis_takes_whole_physical_axes():
+def test_each_mesh_axis_takes_entire_physical_axes():
     mesh = meshes.build_mesh((4, 16), ('data', 'tp'), devices=tpu_slice(4, 4, 4))
     assert mesh.devices.shape == (4, 16)
     assert len({device.id for device in mesh.devices.flat}) == 64
@@ -183,7 +185,7 @@ SLICES = [device for index in range(4) for device in tpu_slice(2, 2, 2, slice_in
         ((2, 2, 8), (2, 2, 1), [[0, 2], [0, 1], [0]]),
     ],
 )
-def test_slices_lie_along_the_axes_that_say_so(dims, dcn, slices_of):
+def test_slices_lie_along_the_axes_of_dcn_axis_dims(dims, dcn, slices_of):
     names = ['a', 'b', 'c'][: len(dims)]
     mesh = meshes.build_mesh(dims, names, dcn_axis_dims=dcn, devices=SLICES, split_physical_axes=True)
     assert len(set(mesh.devices.flat)) == 32
@@ -199,13 +201,13 @@ def test_processes_are_the_granules_where_devices_have_no_slice_index():
     assert [{device.process_index for device in row} for row in mesh.devices] == [{0}, {1}, {2}, {3}]
 
 
-def test_granules_are_sorted_whatever_the_order_of_the_devices():
+def test_granules_are_sorted_independently_of_the_order_of_devices():
     devices = hosts(2, 4)
-    made = [
-        meshes.build_mesh((2, 4), ('data', 'tp'), dcn_axis_dims=(2, 1), devices=given)
-        for given in (devices, devices[4:] + devices[:4])
-    ]
-    assert np.array_equal(made[0].devices, made[1].devices)
+    first, second = (
+        meshes.build_mesh((2, 4), ('data', 'tp'), dcn_axis_dims=(2, 1), devices=ordered)
+        for ordered in (devices, devices[4:] + devices[:4])
+    )
+    assert np.array_equal(first.devices, second.devices)
 
 
 def test_slices_of_chips_with_two_cores():
@@ -357,7 +359,7 @@ def test_devices_of_a_pickled_mesh_that_jax_cannot_open():
     with pytest.raises(RuntimeError) as of_jax:
         jax.devices('gone')
     assert str(raised.value) == (
-        "a pickled helper is of 2 'gone' devices, and those with the ids 0, 1 are not here: load it where "
-        "JAX has the same devices (on a CPU, jax.config.update('jax_num_cpu_devices', n)), or make a helper "
+        "a pickled helper uses 2 'gone' devices, and the devices with ids 0, 1 do not exist here: load it "
+        "where JAX has the same devices (on a CPU, jax.config.update('jax_num_cpu_devices', n)), or make a helper "
         f'there. JAX reports: {of_jax.value}'
     )

@@ -1,4 +1,4 @@
-"""Topologies without a TPU: what is asked of the compiler, and what is said where it is missing or wrong."""
+"""Topologies without a TPU: the calls of the compiler, and the errors if it is missing or wrong."""
 
 import glob
 import importlib.metadata
@@ -18,7 +18,7 @@ NAMES = list(NO_TPU_MACHINE)
 
 @pytest.fixture
 def described(monkeypatch):
-    """As if the compiler were here, whatever is installed; what it is to do is set by the test."""
+    """Pretends that the compiler is installed. The test sets the function that replaces it."""
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, 'find_spec', lambda name: object() if name == 'libtpu' else find(name)
@@ -28,16 +28,16 @@ def described(monkeypatch):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
 
-    def answer(function):
+    def replace(function):
         monkeypatch.setattr(topologies, 'get_topology_desc', function)
 
-    yield answer
+    yield replace
     for name in NAMES:
         os.environ.pop(name, None)
 
 
 class Topology:
-    """What the compiler describes: here, the devices of this machine."""
+    """The result of the compiler: here, the devices of this machine."""
 
     devices = jax.devices()
 
@@ -56,16 +56,16 @@ def test_without_the_compiler(monkeypatch):
 
 
 def test_with_a_compiler_of_another_jax(described):
-    said = 'INTERNAL: Mismatched PJRT plugin PJRT API version (0.40) and framework PJRT API version 0.90).'
+    message = 'INTERNAL: Mismatched PJRT plugin PJRT API version (0.40) and framework PJRT API version 0.90).'
 
     def fails(**_):
-        raise RuntimeError(said)
+        raise RuntimeError(message)
 
     described(fails)
     with pytest.raises(MissingDependencyError) as raised:
         ask()
     assert str(raised.value) == (
-        f'{said}\nlibtpu 0.0.1 is none that JAX {jax.__version__} can use: '
+        f'{message}\nlibtpu 0.0.1 is none that JAX {jax.__version__} can use: '
         'pip install "jax[tpu]" brings the one that fits'
     )
 
@@ -90,20 +90,20 @@ def test_an_unknown_topology(described, snapshot):
     ],
 )
 def test_fewer_chips_than_a_host_has(described, topology, bounds):
-    """Older compilers would take every host to have four."""
-    asked = {}
-    described(lambda **options: asked.update(options) or Topology)
+    """Older compilers would assume four chips per host."""
+    options_of_call = {}
+    described(lambda **options: options_of_call.update(options) or Topology)
     MeshShardingHelper.from_topology(topology, [-1], ['x'], mesh_axis_splitting=True)
-    assert asked.get('chips_per_host_bounds') == bounds
+    assert options_of_call.get('chips_per_host_bounds') == bounds
 
 
 @pytest.mark.parametrize(('topology', 'kind'), [('v4:2x2x1', 'megacore'), ('v5p:2x2x1', None)])
 def test_two_cores_of_v4_are_one_device(described, topology, kind):
-    """As on machines; of v5p the compiler describes them so by itself, and knows no other name for it."""
-    asked = {}
-    described(lambda **options: asked.update(options) or Topology)
+    """As on real machines. For v5p the compiler does so by default, without a name for it."""
+    options_of_call = {}
+    described(lambda **options: options_of_call.update(options) or Topology)
     MeshShardingHelper.from_topology(topology, [-1], ['x'], mesh_axis_splitting=True)
-    assert asked.get('chip_config_name') == kind
+    assert options_of_call.get('chip_config_name') == kind
 
 
 @pytest.mark.parametrize('name', ['', None, 4])
@@ -126,7 +126,7 @@ def test_slices_that_cannot_be_counted(described, slices):
 
 
 @pytest.mark.parametrize('name', ['v5e:0x0', 'v5e:2x0', 'v5p:2x00x2', 'v5e=0x2', 'v5e_0x2'])
-def test_a_side_without_chips_never_gets_to_the_compiler(described, name):
+def test_a_side_without_chips_is_rejected_before_the_compiler(described, name):
     described(lambda **_: pytest.fail('the compiler divides by zero'))
     with pytest.raises(
         MeshError, match=f'^the TPU compiler describes no topology {name!r}: a side of 0 chips'
@@ -135,21 +135,21 @@ def test_a_side_without_chips_never_gets_to_the_compiler(described, name):
 
 
 @pytest.mark.parametrize(
-    ('asked', 'slice_'),
+    ('name', 'slice_'),
     [
         *(('v4-8', 'v4:2x2x1'), ('v5litepod-16', 'v5e:4x4'), ('v5p-128', 'v5p:4x4x4')),
         *(('v6e-256', 'v6e:16x16'), ('v5p:4x4x44', 'v5p:4x4x4')),
     ],
 )
-def test_what_was_suggest(asked, slice_):
-    assert suggest(asked).startswith(f'did you mean {slice_!r}')
+def test_suggestions(name, slice_):
+    assert suggest(name).startswith(f'did you mean {slice_!r}')
 
 
-def test_the_compiler_is_kept_quiet_where_no_tpu_is(described, monkeypatch):
+def test_the_compiler_is_quiet_without_a_tpu(described, monkeypatch):
     seen = {}
 
-    def describe(**asked):
-        seen.update(asked, environment={name: os.environ.get(name) for name in NAMES})
+    def describe(**options):
+        seen.update(options, environment={name: os.environ.get(name) for name in NAMES})
         return Topology
 
     described(describe)

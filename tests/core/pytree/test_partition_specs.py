@@ -1,4 +1,4 @@
-"""What a PartitionSpec may say: canonical forms, faults, dimensions that do not divide."""
+"""Canonical forms, faults and indivisible dimensions of PartitionSpecs."""
 
 import pytest
 from jax.sharding import AxisType
@@ -49,12 +49,12 @@ def test_canonical(spec, canonical):
     assert partition_specs.canonical(result) == result
 
 
-def test_what_is_unreduced_is_kept_by_other_entries():
+def test_new_entries_keep_the_unreduced_axes():
     assert partition_specs.with_entries(P('a', unreduced={'b'}), [None, 'c']) == P(None, 'c', unreduced={'b'})
 
 
 @pytest.mark.parametrize(
-    ('spec', 'left'),
+    ('spec', 'expected'),
     [
         (P('m', 'a'), P(None, 'a')),
         (P(('a', 'm'), U), P('a', U)),
@@ -62,8 +62,8 @@ def test_what_is_unreduced_is_kept_by_other_entries():
         (P('unknown', 'm'), P('unknown')),
     ],
 )
-def test_without_manual(spec, left):
-    assert partition_specs.without_manual_axes(spec, MIXED) == left
+def test_without_manual_axes(spec, expected):
+    assert partition_specs.without_manual_axes(spec, MIXED) == expected
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_without_manual(spec, left):
         (P('x', 'a', 'a'), ['unknown-axis', 'axis-reuse', 'rank']),
     ],
 )
-def test_faults_are_found_all_at_once(spec, kinds):
+def test_all_faults_are_reported(spec, kinds):
     assert [fault.kind for fault in spec_validation.faults(spec, (12, 12), AXES)] == kinds
 
 
@@ -114,7 +114,7 @@ def test_faults_that_depend_on_axis_types(spec, kinds):
         (P(U, 'c'), (3, 3), [(1, ('c',))], P(U)),
     ],
 )
-def test_dimensions_that_do_not_divide_lose_axes_from_the_right(spec, shape, dims, dropped):
+def test_indivisible_dimensions_lose_axes_from_the_right(spec, shape, dims, dropped):
     assert spec_validation.indivisible_dims(spec, shape, AXES) == dims
     assert spec_validation.drop_indivisible(spec, shape, AXES) == dropped
     assert not spec_validation.indivisible_dims(dropped, shape, AXES)

@@ -1,4 +1,4 @@
-"""Which trees of equal structure may call their leaves otherwise."""
+"""Trees of equal structure with different leaf paths."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from scalax._core.pytree.path_identity import uncertain_nodes, uncertain_paths
 
 
 class Label:
-    """Static data: all are equal, whatever they say."""
+    """Static data that is always equal, whatever its text."""
 
     def __init__(self, text):
         self.text = text
@@ -24,7 +24,7 @@ class Label:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Labelled:
-    """One child, which is called as the label says."""
+    """A node whose label is the name of its child."""
 
     def __init__(self, child, label='x'):
         self.child, self.label = child, Label(label)
@@ -72,10 +72,10 @@ def test_uncertain_paths(tree, paths):
     assert uncertain_paths(tree, uncertain_nodes(jax.tree.structure(tree))) == paths
 
 
-def test_uncertain_nodes_are_where_their_leaves_are():
+def test_positions_of_uncertain_nodes():
     tree = {'a': [1, 2], 'b': [Labelled(3)], 'c': Labelled(4)}
-    found = uncertain_nodes(jax.tree.structure(tree))
-    assert [(kind, depth, firsts) for kind, _, depth, firsts in found] == [
+    nodes = uncertain_nodes(jax.tree.structure(tree))
+    assert [(kind, depth, firsts) for kind, _, depth, firsts in nodes] == [
         (Labelled, 2, [2]),
         (Labelled, 1, [3]),
     ]

@@ -1,4 +1,4 @@
-"""What a leaf is called, and the flat form of a tree that rules see."""
+"""Leaf paths, leaf properties, and the flattened form of a tree that rules see."""
 
 import collections
 import dataclasses
@@ -74,13 +74,13 @@ def test_leaf_paths_are_those_of_keystr(tree):
         assert path_string(path, '.') == jax.tree_util.keystr(path, simple=True, separator='.')
 
 
-def test_keys_of_unknown_kinds_are_shown_as_they_print():
+def test_keys_of_unknown_types_are_printed():
     assert key_string('plain') == 'plain'
     assert path_string((DictKey(3), SequenceKey(1), GetAttrKey('w'), 'plain')) == '3/1/w/plain'
 
 
 class Spoken:
-    """A key of a node of another library, with a `key` that is not what it is called."""
+    """A key of another library, whose attribute `key` is not its name."""
 
     def __init__(self, key):
         self.key = key
@@ -89,7 +89,7 @@ class Spoken:
         return f'<{self.key}>'
 
 
-def test_what_a_leaf_is_called_does_not_depend_on_the_rest_of_the_tree():
+def test_a_leaf_path_does_not_depend_on_the_rest_of_the_tree():
     alone = [((Spoken('w'),), 0), ((DictKey('v'),), 1)]
     for more in ([], [((SequenceKey(0),), 2)], [((DictKey(3),), 2)]):
         paths = [path for path, _ in [*alone, *more]]
@@ -172,7 +172,7 @@ def test_dtypes_that_jax_lacks(leaf, foreign):
 
 
 class Oddly:
-    """A leaf whose shape is not a tuple, as some libraries have them."""
+    """A leaf whose shape is not a tuple, as in some libraries."""
 
     shape, dtype = [2, 3], np.dtype('float32')
 
@@ -190,7 +190,7 @@ def test_the_tree_of_a_named_tree_is_the_tree():
     assert jax.tree.structure(named.tree) == jax.tree.structure(tree) == named.treedef
 
 
-def test_a_selection_remembers_where_it_comes_from():
+def test_a_selection_knows_its_full_tree():
     named = NamedTree.of({'a': 1.0, 'b': np.zeros(2), 'c': np.zeros(3)}, 'params')
     part = named.select([2, 0])
     assert (part.paths, part.shapes, part.indices) == (['c', 'a'], [(3,), ()], [2, 0])

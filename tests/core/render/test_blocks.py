@@ -54,7 +54,7 @@ def texts(html):
 
 
 def everything(text):
-    """All blocks with a text in every place that takes some."""
+    """All kinds of blocks, with *text* in all of their texts."""
     columns = [Column(text, 'lead'), Column(text, 'number')]
     return [
         Heading(text, {text: 2}, text),
@@ -70,11 +70,11 @@ def everything(text):
 
 def test_texts_are_data():
     def shape(text):
-        # Lines of code are lines on the page, too.
+        # Lines of code are lines on the page too.
         return [
-            (each.tag, sorted(each.attrib))
-            for each in parsed(blocks.html(everything(text))).iter()
-            if each.tag != 'br'
+            (element.tag, sorted(element.attrib))
+            for element in parsed(blocks.html(everything(text))).iter()
+            if element.tag != 'br'
         ]
 
     assert shape(HOSTILE) == shape('x')
@@ -117,46 +117,47 @@ def test_an_axis_has_its_color_wherever_it_is_named():
     assert 'axis-0' in cell('a6', {f'a{i}': 2 for i in range(8)})
 
 
-def opened(browser, tmp_path, html, **options):
+def open_page(browser, tmp_path, html, **options):
     path = tmp_path / 'page.html'
     path.write_text(html, encoding='utf-8')
     browser.open(path, **options)
     return browser.driver
 
 
-def shown(root, selector):
-    return [each.text for each in root.find_elements(By.CSS_SELECTOR, selector) if each.is_displayed()]
+def visible_texts(root, selector):
+    elements = root.find_elements(By.CSS_SELECTOR, selector)
+    return [element.text for element in elements if element.is_displayed()]
 
 
 def leads(root):
-    return shown(root, 'tbody td.lead')
+    return visible_texts(root, 'tbody td.lead')
 
 
 @pytest.mark.medium
 def test_tables_sort(browser, tmp_path):
-    page = opened(browser, tmp_path, blocks.page('table', [TABLE]))
+    page = open_page(browser, tmp_path, blocks.page('table', [TABLE]))
     mesh, ms, _ = page.find_elements(By.CSS_SELECTOR, 'th button')
     assert leads(page) == ['tp=10', 'tp=9', 'tp=100']
     mesh.click()
-    assert leads(page) == ['tp=9', 'tp=10', 'tp=100']  # numbers in names count as such
+    assert leads(page) == ['tp=9', 'tp=10', 'tp=100']  # numbers in names are compared as numbers
     ms.click()
     assert leads(page) == ['tp=9', 'tp=10', 'tp=100']
     ms.click()
-    assert leads(page) == ['tp=10', 'tp=9', 'tp=100']  # what has no number stays last
+    assert leads(page) == ['tp=10', 'tp=9', 'tp=100']  # cells without a number stay last
     assert page.find_element(By.CSS_SELECTOR, '[aria-sort]').get_attribute('aria-sort') == 'ascending'
     heads = page.find_elements(By.CSS_SELECTOR, 'th')
     assert [head.get_attribute('aria-sort') for head in heads] == [None, 'ascending', None]
-    assert shown(page, 'tr.best td.lead') == ['tp=10']
+    assert visible_texts(page, 'tr.best td.lead') == ['tp=10']
     assert browser.complaints() == []
 
 
 def names(root):
-    return shown(root, '.tree .row:not(.heads) .name')
+    return visible_texts(root, '.tree .row:not(.heads) .name')
 
 
 @pytest.mark.medium
 def test_trees_fold(browser, tmp_path):
-    page = opened(browser, tmp_path, blocks.page('tree', [TREE]))
+    page = open_page(browser, tmp_path, blocks.page('tree', [TREE]))
     assert names(page) == ['top', 'one', 'leaf', 'bud', 'two']
     page.find_element(By.CSS_SELECTOR, 'summary').click()
     assert names(page) == ['top']
@@ -168,14 +169,15 @@ def test_trees_fold(browser, tmp_path):
     assert browser.complaints() == []
 
 
-def test_as_many_levels_are_open_as_have_few_rows():
-    def opened(count):
+def test_levels_are_open_while_they_have_few_rows():
+    def open_nodes(count):
         nodes = [node(f'a{i}', 1, *(node('b', 1, node('c', 1)) for _ in range(3))) for i in range(count)]
-        return [each.get('open') is not None for each in parsed(Tree(HEADS, nodes).html({})).iter('details')]
+        details = parsed(Tree(HEADS, nodes).html({})).iter('details')
+        return [element.get('open') is not None for element in details]
 
-    assert opened(5) == [True] * 20  # of 5 + 15 + 15 rows
-    assert opened(6) == [True, False, False, False] * 6
-    assert not any(opened(11))
+    assert open_nodes(5) == [True] * 20  # of 5 + 15 + 15 rows
+    assert open_nodes(6) == [True, False, False, False] * 6
+    assert not any(open_nodes(11))
 
 
 def test_long_tables_are_cut():
@@ -185,19 +187,19 @@ def test_long_tables_are_cut():
     assert Table(HEADS, rows, max_text_rows=2).text(60)[4:] == ['... and 2,001 more']
 
 
-def test_text_and_pages_are_of_the_same_blocks():
+def test_text_and_pages_render_the_same_blocks():
     both = [
-        TextOnly([Section('', [Lines(['said in text'])])]),
-        HtmlOnly([Lines(['said on a page'])]),
+        TextOnly([Section('', [Lines(['only in text'])])]),
+        HtmlOnly([Lines(['only on a page'])]),
         Section('Title', [Lines(['', 'in both']), Code('code()')], 'about'),
         Section('Empty', [Lines([''])], 'about'),
         Collapsible('held', [Table([Column('a'), Column('b', html_only=True)], [['x', 'y']])]),
     ]
     assert blocks.text(both, 60).splitlines() == [
-        *('said in text', '', 'about:', 'in both', 'code()', '', 'held:', 'a', '-', 'x'),
+        *('only in text', '', 'about:', 'in both', 'code()', '', 'held:', 'a', '-', 'x'),
     ]
     assert texts(blocks.html(both)) == [
-        *('said on a page', 'Title', 'About.', 'in both', 'code()', 'held', 'a', 'b', 'x', 'y'),
+        *('only on a page', 'Title', 'About.', 'in both', 'code()', 'held', 'a', 'b', 'x', 'y'),
     ]
 
 
@@ -210,7 +212,7 @@ def test_large_trees_are_cut():
 
 @pytest.mark.medium
 def test_trees_sort_level_by_level(browser, tmp_path):
-    page = opened(browser, tmp_path, blocks.page('tree', [TREE]))
+    page = open_page(browser, tmp_path, blocks.page('tree', [TREE]))
     scope, number = page.find_elements(By.CSS_SELECTOR, '.heads button')
     number.click()
     assert names(page) == ['top', 'one', 'bud', 'leaf', 'two']
@@ -226,22 +228,22 @@ def test_trees_sort_level_by_level(browser, tmp_path):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ('text', 'found', 'said'),
+    ('text', 'expected', 'status'),
     [
         ('LEAF', ['top', 'one', 'leaf'], '1 of 3 rows'),
         ('one/', ['top', 'one', 'leaf', 'bud'], '2 of 3 rows'),  # with the names of the groups
         ('^top/(one/bud|two)', ['top', 'one', 'bud', 'two'], '2 of 3 rows'),
-        ('(', [], '0 of 3 rows'),  # no regular expression
+        ('(', [], '0 of 3 rows'),  # not a regular expression
         ('nothing', [], '0 of 3 rows'),
     ],
 )
-def test_trees_are_filtered(browser, tmp_path, text, found, said):
-    page = opened(browser, tmp_path, blocks.page('tree', [TREE]))
+def test_trees_are_filtered(browser, tmp_path, text, expected, status):
+    page = open_page(browser, tmp_path, blocks.page('tree', [TREE]))
     page.find_elements(By.CSS_SELECTOR, '.tools button')[1].click()
     box = page.find_element(By.CSS_SELECTOR, '.tools input')
     box.send_keys(text)
-    assert names(page) == found  # open, although all was closed
-    assert shown(page, '.tools [role=status]') == [said]
+    assert names(page) == expected  # open, although all were closed
+    assert visible_texts(page, '.tools [role=status]') == [status]
     browser.run("arguments[0].value = ''; arguments[0].dispatchEvent(new Event('input'))", box)
     assert names(page) == ['top']  # as it was
     assert browser.complaints() == []
@@ -250,7 +252,7 @@ def test_trees_are_filtered(browser, tmp_path, text, found, said):
 @pytest.mark.medium
 def test_without_scripts(browser_without_scripts, tmp_path):
     body = [TABLE, TREE]
-    page = opened(browser_without_scripts, tmp_path, blocks.page('still', body))
+    page = open_page(browser_without_scripts, tmp_path, blocks.page('still', body))
     assert leads(page) == ['tp=10', 'tp=9', 'tp=100']
     assert page.find_elements(By.CSS_SELECTOR, 'button') == []
     page.find_element(By.CSS_SELECTOR, 'summary').click()
@@ -263,7 +265,9 @@ def test_in_a_notebook(browser, tmp_path, dark):
     ground = '#111' if dark else '#fff'
     body = [TABLE, TREE]
     style = f'<style>td {{ color: red; font-size: 40px }} body {{ background: {ground} }}</style>'
-    page = opened(browser, tmp_path, f'<!DOCTYPE html>{style}{blocks.fragment(body)}{blocks.fragment(body)}')
+    page = open_page(
+        browser, tmp_path, f'<!DOCTYPE html>{style}{blocks.fragment(body)}{blocks.fragment(body)}'
+    )
     hosts = page.find_elements(By.CSS_SELECTOR, '[data-scalax]')
     roots = [
         browser.until(lambda host=host: browser.run('return arguments[0].shadowRoot', host)) for host in hosts
@@ -274,7 +278,7 @@ def test_in_a_notebook(browser, tmp_path, dark):
     roots[1].find_elements(By.CSS_SELECTOR, 'th button')[0].click()
     assert [leads(root)[0] for root in roots] == ['tp=10', 'tp=9']
     cell = roots[0].find_element(By.CSS_SELECTOR, 'td')
-    assert cell.value_of_css_property('font-size') == '13px'  # not that of the page around it
+    assert cell.value_of_css_property('font-size') == '13px'  # not the style of the surrounding page
     assert cell.value_of_css_property('color') == (
         'rgba(230, 234, 239, 1)' if dark else 'rgba(26, 31, 38, 1)'
     )
@@ -285,7 +289,7 @@ def test_in_a_notebook(browser, tmp_path, dark):
 @pytest.mark.parametrize('dark', [False, True])
 def test_nothing_is_cut(browser, tmp_path, width, dark):
     page = blocks.page(HOSTILE, [*everything('fsdp=16, tp=4'), *everything(HOSTILE)])
-    root = opened(browser, tmp_path, page, width=width, dark=dark)
+    root = open_page(browser, tmp_path, page, width=width, dark=dark)
     assert browser.overflow() == 0 and browser.complaints() == []
     assert root.find_element(By.CSS_SELECTOR, 'tbody td').is_displayed()
     assert browser.run("return performance.getEntriesByType('resource').length") == 0

@@ -1,4 +1,4 @@
-"""Files of trials: reading what a search wrote, damaged lines, and files of another kind."""
+"""Trial logs: trials of earlier searches, damaged lines, and other files."""
 
 import json
 import os
@@ -9,25 +9,25 @@ from scalax._core.render.trial_log import TrialFile, fingerprint
 from scalax.errors import ArgumentError, DataError
 
 
-def test_trials_are_kept_by_fingerprint(tmp_path):
+def test_trials_are_stored_by_fingerprint(tmp_path):
     path = tmp_path / 'trials.jsonl'
     file = TrialFile(path)
     file.add('a', {'number': 1})
     file.add('b', {'number': 2})
     file.add('a', {'number': 3})
-    assert file.get('a') is None  # only what the file held when it was opened
+    assert file.get('a') is None  # only trials from before the file was opened
     again = TrialFile(str(path))
     assert again.get('a') == {'number': 3}
     assert again.get('b') == {'number': 2} and again.get('c') is None
 
 
-def test_without_a_path_nothing_is_kept():
+def test_without_a_path_nothing_is_stored():
     file = TrialFile(None)
     file.add('a', {})
     assert file.get('a') is None
 
 
-def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path):
+def test_an_incomplete_line_does_not_affect_others(tmp_path):
     path = tmp_path / 'trials.jsonl'
     TrialFile(path).add('a', {'number': 1})
     with path.open('a') as out:
@@ -39,7 +39,7 @@ def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path):
 
 
 @pytest.mark.parametrize('text', ['', '{', '{"of": "', '{"of": "0123', '{"of": "a", "number": 1}'])
-def test_a_file_that_has_just_begun(text, tmp_path):
+def test_a_file_with_an_incomplete_first_line(text, tmp_path):
     path = tmp_path / 'trials.jsonl'
     path.write_text(text)
     TrialFile(path).add('b', {'number': 2})
@@ -50,7 +50,7 @@ def test_a_file_that_has_just_begun(text, tmp_path):
     'line',
     ['{"of": 1}', 'null', '[1]', '{"of": "', '[' * 100_000, '\x00'],
 )
-def test_damaged_lines_are_passed_over(line, tmp_path):
+def test_damaged_lines_are_skipped(line, tmp_path):
     path = tmp_path / 'trials.jsonl'
     path.write_text(f'{line}\n{json.dumps({"of": "a", "number": 1})}\n')
     assert TrialFile(path).get('a') == {'number': 1}

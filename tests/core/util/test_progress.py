@@ -1,4 +1,4 @@
-"""What is said while something takes long, and where nothing is said."""
+"""Progress lines and log messages, and where there are none."""
 
 import contextlib
 import io
@@ -29,7 +29,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """The first word comes at once, and those after it soon."""
+    """Shortens all intervals."""
     monkeypatch.setattr(waiting, '_DELAY', 0.01)
     monkeypatch.setattr(waiting, '_LINE_INTERVAL', 0.01)
     monkeypatch.setattr(waiting, '_LOG_INTERVAL', 0.01)
@@ -40,22 +40,22 @@ def impatient(monkeypatch):
 @pytest.fixture
 def terminal(monkeypatch):
     file = Terminal()
-    # pytest sets sys.stderr anew between this fixture and the test.
+    # pytest replaces sys.stderr between this fixture and the test.
     monkeypatch.setattr(waiting, 'sys', types.SimpleNamespace(stderr=file, modules=sys.modules))
     monkeypatch.setenv('TERM', 'xterm')
     monkeypatch.setenv('COLUMNS', '80')
     return file
 
 
-def until(said):
+def until(condition):
     deadline = time.monotonic() + 10
-    while not said():
-        assert time.monotonic() < deadline, 'nothing is said'
+    while not condition():
+        assert time.monotonic() < deadline, 'there was no message'
         time.sleep(0.002)
 
 
 def on_screen(text):
-    """The last line of a terminal after it was sent *text*."""
+    """The last line of a terminal that received *text*."""
     line = ''
     for part in text.split('\r'):
         line = part + line[len(part) :]
@@ -66,12 +66,12 @@ def waiting_threads():
     return [thread for thread in threading.enumerate() if thread.name == 'scalax-waiting']
 
 
-def test_a_line_on_a_terminal_that_goes_away(terminal):
-    with progress('compiling step', LOG) as note:
+def test_a_line_on_a_terminal(terminal):
+    with progress('compiling step', LOG) as update:
         until(lambda: on_screen(terminal.getvalue()) == 'compiling step ... 0 s')
-        note('3 of 12: fsdp=8')
+        update('3 of 12: fsdp=8')
         until(lambda: on_screen(terminal.getvalue()) == 'compiling step 3 of 12: fsdp=8 ... 0 s')
-        note('')
+        update('')
         until(lambda: on_screen(terminal.getvalue()) == 'compiling step ... 0 s')
     assert on_screen(terminal.getvalue()) == ''
     assert not waiting_threads()
@@ -83,7 +83,7 @@ def test_the_line_fits_into_the_terminal(terminal, monkeypatch):
         until(lambda: on_screen(terminal.getvalue()) == 'compiling ' + 29 * 'x')
 
 
-def test_the_line_goes_away_after_an_error(terminal, caplog):
+def test_the_line_disappears_after_an_error(terminal, caplog):
     caplog.set_level(logging.INFO, 'scalax')
     with pytest.raises(KeyboardInterrupt), progress('compiling step', LOG):
         until(terminal.getvalue)
@@ -93,7 +93,7 @@ def test_the_line_goes_away_after_an_error(terminal, caplog):
 
 
 @pytest.mark.parametrize('where', ['pipe', 'dumb', 'pytest', 'off', 'process 1'])
-def test_nothing_is_said_and_no_thread_started_where_nobody_looks(where, terminal, monkeypatch):
+def test_no_line_and_no_thread_where_nobody_looks(where, terminal, monkeypatch):
     if where == 'pipe':
         monkeypatch.setattr(terminal, 'isatty', lambda: False)
     elif where == 'dumb':
@@ -128,27 +128,27 @@ def test_notebooks_show_the_line(terminal, monkeypatch):
 
 def test_messages_where_there_is_no_line(caplog):
     caplog.set_level(logging.INFO, 'scalax')
-    with progress('loading weights', LOG) as note:
-        note('3 of 16 GiB')
+    with progress('loading weights', LOG) as update:
+        update('3 of 16 GiB')
         until(lambda: len(caplog.messages) > 1)
     assert caplog.messages[0] == 'loading weights 3 of 16 GiB ... 0 s'
-    assert all(re.fullmatch(r'loading weights 3 of 16 GiB \.\.\. \d+ s', said) for said in caplog.messages)
+    assert all(re.fullmatch(r'loading weights 3 of 16 GiB \.\.\. \d+ s', text) for text in caplog.messages)
     assert {record.name for record in caplog.records} == {LOG.name}
 
 
-def test_what_is_quick_is_not_mentioned(terminal, monkeypatch, caplog):
+def test_quick_work_is_not_reported(terminal, monkeypatch, caplog):
     monkeypatch.setattr(waiting, '_DELAY', 60.0)
     caplog.set_level(logging.INFO, 'scalax')
-    for shown in '10':
-        monkeypatch.setenv(waiting.SWITCH, shown)
+    for switch in '10':
+        monkeypatch.setenv(waiting.SWITCH, switch)
         with progress('compiling step', LOG):
             pass
     assert terminal.getvalue() == '' and not caplog.messages
 
 
-def test_what_is_inside_of_another_is_quiet(terminal):
-    with progress('planning', LOG), progress('compiling step', LOG) as note:
-        note('2 of 3')
+def test_only_the_outer_block_reports(terminal):
+    with progress('planning', LOG), progress('compiling step', LOG) as update:
+        update('2 of 3')
         until(terminal.getvalue)
         assert len(waiting_threads()) == 1
     assert 'compiling' not in terminal.getvalue()
@@ -156,43 +156,43 @@ def test_what_is_inside_of_another_is_quiet(terminal):
         until(lambda: 'compiling' in terminal.getvalue())
 
 
-def test_a_first_call_says_that_it_compiles_and_later_ones_do_not(terminal):
+def test_only_the_first_call_reports_compilation(terminal):
     def step(x):
         until(lambda: on_screen(terminal.getvalue()) == 'compiling step ... 0 s')
         return x + 1
 
     compiled = MeshShardingHelper([-1], ['fsdp']).sjit(step)
     compiled(np.ones(8))
-    said = terminal.getvalue()
-    assert on_screen(said) == ''
+    output = terminal.getvalue()
+    assert on_screen(output) == ''
     compiled(np.ones(8))
-    assert terminal.getvalue() == said and not waiting_threads()
+    assert terminal.getvalue() == output and not waiting_threads()
 
 
-def test_where_people_wait(terminal, monkeypatch, tmp_path):
+def test_slow_operations_report_progress(terminal, monkeypatch, tmp_path):
     pytest.importorskip('orbax.checkpoint')
     save_file = pytest.importorskip('safetensors.numpy').save_file
-    helper, noted = MeshShardingHelper([-1], ['fsdp']), []
+    helper, texts = MeshShardingHelper([-1], ['fsdp']), []
 
     @contextlib.contextmanager
-    def first_and_last(say, first, every):
-        say(0)
+    def first_and_last(function, delay, interval):
+        function(0)
         yield
-        say(1)
+        function(1)
 
     monkeypatch.setattr(waiting, 'call_periodically', first_and_last)
-    monkeypatch.setattr(waiting._Line, 'write', lambda self, text: noted.append(text))
+    monkeypatch.setattr(waiting._Line, 'write', lambda self, text: texts.append(text))
     state = helper.shard({'w': np.ones((8, 4), np.float32)}, P('fsdp'))
     with Checkpointer(tmp_path / 'run') as checkpointer:
         checkpointer.save(7, state)
         checkpointer.restore(helper, P('fsdp'), state)
     saving = ['saving step 7 ... 0 s', 'saving step 7 ... 1 s', '']
     restoring = 'restoring step 7 ...'
-    assert noted == [*saving, f'{restoring} 0 s', f'{restoring} 1 s', '']
-    noted.clear()
+    assert texts == [*saving, f'{restoring} 0 s', f'{restoring} 1 s', '']
+    texts.clear()
     save_file({'a': np.ones(8, np.float32), 'b': np.ones(8, np.float32)}, tmp_path / 'x.safetensors')
     load_safetensors(helper, tmp_path / 'x.safetensors', P('fsdp'))
-    assert noted == ['loading safetensors, 64 B ... 0 s', 'loading safetensors, 64 B ... 1 s', '']
-    noted.clear()
+    assert texts == ['loading safetensors, 64 B ... 0 s', 'loading safetensors, 64 B ... 1 s', '']
+    texts.clear()
     helper.plan(jax.jit(lambda x: x + 1), state['w'])
-    assert noted == ['planning <lambda> ... 0 s', 'planning <lambda> ... 1 s', '']
+    assert texts == ['planning <lambda> ... 0 s', 'planning <lambda> ... 1 s', '']

@@ -1,4 +1,4 @@
-"""Functions with room on the stack run as they did."""
+"""Functions with more stack space behave as before."""
 
 import inspect
 import sys

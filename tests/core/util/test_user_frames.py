@@ -1,4 +1,4 @@
-"""Which frame of a stack is the user's."""
+"""The user's frames of a stack."""
 
 import contextlib
 
