@@ -360,6 +360,6 @@ def test_devices_of_a_pickled_mesh_that_jax_cannot_open():
         jax.devices('gone')
     assert str(raised.value) == (
         "a pickled helper uses 2 'gone' devices, and the devices with ids 0, 1 do not exist here: load it "
-        "where JAX has the same devices (on a CPU, jax.config.update('jax_num_cpu_devices', n)), or make a helper "
-        f'there. JAX reports: {of_jax.value}'
+        "where JAX has the same devices (on a CPU, jax.config.update('jax_num_cpu_devices', n)), or make a "
+        f'helper there. JAX reports: {of_jax.value}'
     )
