@@ -150,7 +150,7 @@ class ShardedOp(Generic[Params, Result]):
         self._build()
 
     def _build(self) -> None:
-        """Creates the jitted function, and thereby drops what was compiled with another gradient."""
+        """Creates the jitted function, which replaces programs compiled for another gradient."""
 
         def call(*operands: Any, **static: Any) -> Any:
             gradient = None

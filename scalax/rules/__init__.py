@@ -1,7 +1,7 @@
-"""Rules, which turn the paths and shapes of a pytree into PartitionSpecs, and resolving them on a mesh.
+"""Rules, which map the paths and shapes of a pytree to PartitionSpecs, and their resolution on a mesh.
 
-Rules are immutable values, one a file; they know axis sizes at most and never see a device. The packages
-above call `_resolve.resolve` for the shardings of a tree, and `_prefix` for trees of rules.
+Rules are immutable values, one in each file. They depend on the sizes of mesh axes at most, never on devices.
+Other packages call `_resolve.resolve` for the shardings of a tree, and `_rule_tree` for trees of rules.
 """
 
 from scalax.rules._fsdp import FSDPShardingRule

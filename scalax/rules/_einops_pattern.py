@@ -82,7 +82,7 @@ def parse(text: str, full_text: str = '', start: int = 0) -> Pattern:
         word, position = token.group(), start + token.start()
         is_name = word.isidentifier() and word.strip('_') == word
         if word in names:
-            raise error(position, f'{word!r} is there twice')
+            raise error(position, f'{word!r} is used twice')
         if word == '(' and group is None:
             group, group_start = [], position
         elif word == ')' and group is not None:

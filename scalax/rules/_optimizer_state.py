@@ -217,8 +217,8 @@ def _param_groups(param_rule: RuleLike, params: Any) -> Iterator[ParamGroup]:
         for i, leaf in enumerate(tree.leaves):
             if leaf_shape(leaf) is None or has_foreign_dtype(leaf):
                 raise RuleError(
-                    f'{_NAME}: params holds {tree.describe(i)}, which is not an '
-                    f'array; give what the optimizer was initialised with.{module_advice([leaf])}'
+                    f'{_NAME}: params holds {tree.describe(i)}, which is not an array; pass the parameters '
+                    f'that the optimizer was initialised with.{module_advice([leaf])}'
                 )
         dtypes = [getattr(leaf, 'dtype', None) or jax.dtypes.result_type(leaf) for leaf in tree.leaves]
         columns = tuple(tree.paths), tuple(map(tuple, tree.shapes)), tuple(dtypes)

@@ -57,7 +57,7 @@ class TreePathShardingRule(BuiltinRule):
     by_path: ClassVar[bool] = True
     _unmatched_hint: ClassVar[str] = (
         "add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False to replicate "
-        'what nothing matches.'
+        'unmatched leaves.'
     )
 
     def __init__(

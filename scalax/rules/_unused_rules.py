@@ -72,8 +72,9 @@ def warn_unsharded(function: str, resolutions: Sequence[Resolution], mesh: Mappi
     if lines:
         warn(
             f'{function}: regexes that match no path:\n' + '\n'.join(lines) + '\n'
-            'What to do: correct or remove them; helper.explain(tree, rules) shows what decides about each '
-            'leaf. To replicate such arrays on purpose, give them a regex of their own with PartitionSpec().',
+            'What to do: correct or remove them; helper.explain(tree, rules) shows which rule decides about '
+            'each leaf. To replicate such arrays on purpose, give them a regex of their own with '
+            'PartitionSpec().',
             UnshardedWarning,
         )
 

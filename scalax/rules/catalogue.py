@@ -233,7 +233,7 @@ class ExactRankRule(TreePathShardingRule):
 
     # `rule` has no parameter `strict`, so the hint cannot suggest it.
     _unmatched_hint: ClassVar[str] = (
-        'add a row for these leaves to the table, or replicate what no row matches: '
+        'add a row for these leaves to the table, or replicate unmatched leaves: '
         'catalogue.rule(table) | PartitionSpec().'
     )
 

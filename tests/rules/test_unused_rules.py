@@ -135,7 +135,7 @@ def test_one_of_the_trees_of_a_call_is_enough():
 
 HEAD = ' regexes that match no path:\n'
 CURE = (
-    '\nWhat to do: correct or remove them; helper.explain(tree, rules) shows what decides about each '
+    '\nWhat to do: correct or remove them; helper.explain(tree, rules) shows which rule decides about each '
     'leaf. To replicate such arrays on purpose, give them a regex of their own with PartitionSpec().'
 )
 Q = 'layers/1/attention/q: float32[64, 64]'

@@ -704,7 +704,7 @@ OF_LEAVES = 'shard trees of arrays, and take other leaves out (a function may cl
         (
             lambda module, _: OptimizerStateShardingRule(P(), module),
             RuleError,
-            'which is not an array; give what the optimizer was initialised with.',
+            'which is not an array; pass the parameters that the optimizer was initialised with.',
         ),
         (lambda module, path: _save(module, path), CheckpointError, ''),
         (lambda module, path: Checkpointer(path).restore(HELPER, P(), module), ShardingError, OF_LEAVES),
