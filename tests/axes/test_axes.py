@@ -116,13 +116,13 @@ def test_a_mapping_belongs_to_its_thread(helper):
 
 
 def test_a_mapping_of_another_form_is_an_error():
-    said = (
+    message = (
         "LogicalAxisShardingRule, axis_mapping of 'batch': the value is a mesh axis, a tuple of them or None,"
         ' got 3'
     )
-    with pytest.raises(RuleError, match=exactly(said)), axis_mapping({'batch': 3}):
+    with pytest.raises(RuleError, match=exactly(message)), axis_mapping({'batch': 3}):
         pass
-    with pytest.raises(RuleError, match=exactly(said)), axis_mapping({}, batch=3):
+    with pytest.raises(RuleError, match=exactly(message)), axis_mapping({}, batch=3):
         pass
 
 
@@ -176,9 +176,9 @@ def test_names_come_from_the_tree_and_haliax_shards_the_same(helper):
     with axis_mapping(MAPPING), helper.get_context():
         ours = shard(tree)
     with hax.axis_mapping(MAPPING), jax.set_mesh(helper.mesh):
-        theirs = hax.shard(tree)
+        expected = hax.shard(tree)
     for name in ('x', 'w'):
-        assert ours[name].array.sharding.is_equivalent_to(theirs[name].array.sharding, 2)
+        assert ours[name].array.sharding.is_equivalent_to(expected[name].array.sharding, 2)
     assert ours['plain'] is tree['plain']
     assert ours['name'] == 'mlp'
 
@@ -239,11 +239,11 @@ def test_without_mapping_mesh_or_names_nothing_happens_and_shard_says_so(helper)
             "no array names its dimensions: write `shard(x, 'batch embed')` or a rule with axis_names",
         ),
     ]
-    for given, call, why in cases:
+    for argument, call, reason in cases:
         with pytest.warns(
-            UnshardedWarning, match=exactly(f'shard did nothing, because {why}{tail}')
+            UnshardedWarning, match=exactly(f'shard did nothing, because {reason}{tail}')
         ) as record:
-            assert call() is given
+            assert call() is argument
         assert record[0].filename == __file__
     assert auto_sharded(named) is named
     with axis_mapping(MAPPING):
@@ -286,8 +286,8 @@ def test_errors_of_shard_name_the_array_and_its_names(helper, snapshot):
         shard({'w': np.ones((4, 4), np.float32)}, 'batch', MAPPING, mesh=helper)
     with pytest.raises(ShardingError, match='dimension 0 of size 3 does not divide by 4'):
         shard(np.ones((3, 4)), 'batch mlp', MAPPING, mesh=helper)
-    said = r'  b/w: float32\[8, 8\]\n    a ShapeDtypeStruct has no value that could be placed'
-    with pytest.raises(ShardingError, match=said):
+    message = r'  b/w: float32\[8, 8\]\n    a ShapeDtypeStruct has no value that could be placed'
+    with pytest.raises(ShardingError, match=message):
         tree = {'a': np.ones((8, 8)), 'b': {'w': jax.ShapeDtypeStruct((8, 8), 'float32')}}
         shard(tree, 'batch mlp', MAPPING, mesh=helper)
     with pytest.raises(RuleError, match=r"a '\(' that is never closed\n  batch \(mlp\n        \^"):
@@ -298,11 +298,11 @@ def test_errors_of_shard_name_the_array_and_its_names(helper, snapshot):
         MeshError, match=exactly('mesh is a Mesh, an AbstractMesh or a MeshShardingHelper, got 3')
     ):
         shard(np.ones((8, 8)), 'batch mlp', MAPPING, mesh=3)
-    said = (
+    message = (
         "dimensions are named by a string such as 'batch embed', by haliax axes, by a sequence of these, or "
         'by a dict of names and sizes, got 5'
     )
-    with pytest.raises(RuleError, match=exactly(said)):
+    with pytest.raises(RuleError, match=exactly(message)):
         shard(np.ones(8), 5)
 
 
@@ -334,10 +334,16 @@ SHARED = sorted(
 
 @pytest.mark.parametrize('name', [name for name in SHARED if name not in ('ResourceMapping', 'fsdp')])
 def test_arguments_are_called_as_by_haliax_and_have_its_order(name):
-    theirs = inspect.signature(getattr(hax.partitioning, name)).parameters.values()
+    parameters = inspect.signature(getattr(hax.partitioning, name)).parameters.values()
     ours = inspect.signature(getattr(scalax.axes, name))
-    named = [each.name for each in theirs if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    positional = [each.name for each in theirs if each.kind == each.POSITIONAL_OR_KEYWORD]
+    named = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    positional = [
+        parameter.name for parameter in parameters if parameter.kind == parameter.POSITIONAL_OR_KEYWORD
+    ]
     if name == 'pspec_for':  # it has a row in docs/axes.md
         named, positional = ['mapping'], ['axes', 'mapping']
     # Their second argument may be the mapping, or names, which the mapping follows.
@@ -386,8 +392,8 @@ def test_specs_of_trees():
 def test_haliax_takes_the_same_axes(helper, axes):
     mapping = {'batch': 'data', 'mlp': 'tp'}
     ours = sharding_for_axis(axis=axes, mapping=mapping, mesh=helper.mesh)
-    theirs = hax.partitioning.sharding_for_axis(axis=axes, mapping=mapping, mesh=helper.mesh)
-    assert ours.is_equivalent_to(theirs, 3)
+    haliax_mapping = hax.partitioning.sharding_for_axis(axis=axes, mapping=mapping, mesh=helper.mesh)
+    assert ours.is_equivalent_to(haliax_mapping, 3)
     assert isinstance(axes, str) or ours.spec[:1] == (('data',) if axes else ())
 
 
@@ -434,8 +440,8 @@ def test_sizes_are_rounded_in_each_form(helper):
 @pytest.mark.parametrize('axes', [(BATCH,), (BATCH, EMBED), (EMBED, MLP), (MLP, BATCH, EMBED)])
 def test_haliax_answers_the_same(helper, axes):
     mapping = {'batch': 'data', 'mlp': ('tp',), 'embed': None}
-    theirs = {k: v for k, v in mapping.items() if v is not None}
-    with jax.set_mesh(helper.mesh), axis_mapping(mapping), hax.axis_mapping(theirs):
+    expected = {k: v for k, v in mapping.items() if v is not None}
+    with jax.set_mesh(helper.mesh), axis_mapping(mapping), hax.axis_mapping(expected):
         partitioning = hax.partitioning
         ours = sharding_for_axis(axes)
         assert ours.is_equivalent_to(partitioning.sharding_for_axis(axes), len(axes))
@@ -492,7 +498,7 @@ def test_axes_that_the_mesh_lacks_are_skipped_in_answers_too(helper):
 
 
 @pytest.mark.parametrize(
-    ('ask', 'said'),
+    ('ask', 'message'),
     [
         (lambda: physical_axis_size('batch', MAPPING), 'physical_axis_size needs a mesh'),
         (lambda: sharding_for_axis('batch', MAPPING), 'sharding_for_axis needs a mesh'),
@@ -502,16 +508,16 @@ def test_axes_that_the_mesh_lacks_are_skipped_in_answers_too(helper):
         ),
     ],
 )
-def test_questions_about_a_mesh_need_one(ask, said):
+def test_questions_about_a_mesh_need_one(ask, message):
     tail = (
         ', and none is active: call it inside sjit or `with helper.get_context():`, or pass mesh=helper.mesh'
     )
-    with pytest.raises(MeshError, match=exactly(said + tail)):
+    with pytest.raises(MeshError, match=exactly(message + tail)):
         ask()
 
 
 @pytest.mark.parametrize(
-    ('ask', 'said'),
+    ('ask', 'message'),
     [
         (
             lambda: physical_axis_name('a b'),
@@ -571,6 +577,6 @@ def test_questions_about_a_mesh_need_one(ask, said):
         ),
     ],
 )
-def test_questions_that_make_no_sense(ask, said):
-    with pytest.raises(RuleError, match=exactly(said)):
+def test_questions_that_make_no_sense(ask, message):
+    with pytest.raises(RuleError, match=exactly(message)):
         ask()

@@ -82,17 +82,19 @@ def test_haliax_partitions_the_same_program_the_same_way(helper):
         ours = fsdp(train_step, PARAMS, COMPUTE)(block, hax.ones((BATCH, EMBED)))
     with jax.set_mesh(helper.mesh), warnings.catch_warnings():
         warnings.simplefilter('ignore')  # haliax still asks for names that JAX is about to drop
-        theirs = hax.named_jit(Block.init, PARAMS)(jax.random.key(0))
+        haliax_block = hax.named_jit(Block.init, PARAMS)(jax.random.key(0))
         step = hax.fsdp(lambda block, x: train_step(block, hax.shard(x, COMPUTE)), PARAMS, COMPUTE)
-        theirs = step(theirs, hax.shard(hax.ones((BATCH, EMBED)), PARAMS))  # it does not move arguments
-    expected = shardings(theirs)
+        haliax_block = step(
+            haliax_block, hax.shard(hax.ones((BATCH, EMBED)), PARAMS)
+        )  # it does not move arguments
+    expected = shardings(haliax_block)
     assert len(expected) == 2
     for path, (sharding, ndim) in shardings(ours).items():
         assert sharding.is_equivalent_to(expected[path][0], ndim), path
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
         jax.tree.leaves(eqx.filter(ours, eqx.is_array)),
-        jax.tree.leaves(eqx.filter(theirs, eqx.is_array)),
+        jax.tree.leaves(eqx.filter(haliax_block, eqx.is_array)),
     )
 
 

@@ -38,7 +38,7 @@ OF_FSDP = (
 
 
 @pytest.mark.parametrize(
-    ('bad', 'said'),
+    ('bad', 'message'),
     [
         (lambda: fsdp(PARAMS), f'fsdp got no compute_mapping\n{OF_FSDP}'),
         (lambda: fsdp(lambda x: x), f'fsdp got no parameter_mapping, no compute_mapping\n{OF_FSDP}'),
@@ -88,13 +88,13 @@ OF_FSDP = (
         ],
     ],
 )
-def test_calls_that_make_no_sense(bad, said):
-    with pytest.raises(ArgumentError, match=exactly(said)):
+def test_calls_that_make_no_sense(bad, message):
+    with pytest.raises(ArgumentError, match=exactly(message)):
         bad()
 
 
 def test_something_to_shard_by_needs_a_mesh():
-    said = (
+    message = (
         'same has a mapping to shard by, and no mesh is active: call it inside `with helper.get_context():`, '
         'or give named_jit mesh=helper.mesh'
     )
@@ -102,13 +102,13 @@ def test_something_to_shard_by_needs_a_mesh():
     def same(x):
         return x
 
-    with pytest.raises(MeshError, match=exactly(said)):
+    with pytest.raises(MeshError, match=exactly(message)):
         named_jit(same, PARAMS)(np.ones(2))
 
 
 def test_resources_of_another_form(helper):
-    said = "named_jit: out_axis_resources is a mapping or any rule, got P('data',)"
-    with pytest.raises(RuleError, match=exactly(said)):
+    message = "named_jit: out_axis_resources is a mapping or any rule, got P('data',)"
+    with pytest.raises(RuleError, match=exactly(message)):
         named_jit(lambda x: x, out_axis_resources=P('data'), mesh=helper)
 
 
@@ -156,11 +156,11 @@ def test_shapes_are_for_lower(snapshot):
 
 @pytest.mark.parametrize('asked', [(0,), 0, 1, 'x', {'x': True}], ids=str)
 def test_donations_are_booleans_or_functions(asked):
-    said = (
+    message = (
         f'donate_args of <lambda> is True, or a prefix of the args with booleans or functions; got {asked!r}.'
     )
     with pytest.raises(
-        ArgumentError, match=f'^{re.escape(said)} (Positions and names are for jax.jit.$|JAX)'
+        ArgumentError, match=f'^{re.escape(message)} (Positions and names are for jax.jit.$|JAX)'
     ):
         named_jit(lambda x: x, donate_args=asked)(np.ones(2))
 

@@ -67,7 +67,7 @@ def picked(ctx: FactorContext, x: Array, labels: Array) -> Array:
 def largest(ctx: FactorContext, x: Array, *, k: int) -> tuple[Array, Array]:
     values, at = jax.lax.top_k(x, min(k, x.shape[-1]))
     at = at + ctx.index('v') * x.shape[-1]
-    values, at = (ctx.all_gather(each, 'v', axis=1, tiled=True) for each in (values, at))
+    values, at = (ctx.all_gather(array, 'v', axis=1, tiled=True) for array in (values, at))
     values, order = jax.lax.top_k(values, k)
     return values, jnp.take_along_axis(at, order, axis=1)
 
@@ -318,8 +318,8 @@ def test_static_arguments_that_are_equal_and_not_the_same() -> None:
 
 
 def test_types_alone_are_enough() -> None:
-    shapes = jax.eval_shape(softmax, jax.ShapeDtypeStruct((4, 8), jnp.float32))
-    assert [each.shape for each in shapes] == [(4, 8), (4,)]
+    structs = jax.eval_shape(softmax, jax.ShapeDtypeStruct((4, 8), jnp.float32))
+    assert [struct.shape for struct in structs] == [(4, 8), (4,)]
     where = NamedSharding(mesh_of(AUTO, AUTO), P('x', 'y'))
     struct = jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=where)
     compiled = jax.jit(softmax).lower(struct).compile()

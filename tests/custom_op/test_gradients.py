@@ -12,7 +12,7 @@ from tests.support import ROOT, gradient_cases
 
 
 @pytest.fixture(scope='module')
-def said() -> str:
+def output() -> str:
     """What one process says that tries all operations; XLA may end it."""
     return subprocess.run(
         [sys.executable, '-m', 'tests.support.gradient_cases', *gradient_cases.SHAPES],
@@ -27,5 +27,5 @@ def said() -> str:
 @pytest.mark.medium
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize('operation', gradient_cases.SHAPES)
-def test_gradients_are_those_on_one_device(operation: str, said: str) -> None:
-    assert f'{operation} passed' in said.splitlines(), said
+def test_gradients_are_those_on_one_device(operation: str, output: str) -> None:
+    assert f'{operation} passed' in output.splitlines(), output

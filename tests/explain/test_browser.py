@@ -15,9 +15,9 @@ AT_FIRST = ['embed', 'layers/{0..11}', 'norm', 'up', 'step']
 def opened(browser, tmp_path):
     """Opens a report in a window of a given width; at the end the console must have nothing to say."""
 
-    def open_report(made=None, width=1280, **options):
+    def open_report(shown_report=None, width=1280, **options):
         path = tmp_path / 'report.html'
-        (report() if made is None else made).to_html(path)
+        (report() if shown_report is None else shown_report).to_html(path)
         browser.open(path, width, **options)
         return browser.driver
 
@@ -79,7 +79,7 @@ def test_fits_the_window(browser, opened, width, dark):
 def test_each_column_sorts(opened, head, paths):
     root = opened(named_report())
     assert cells(root, 0) == ['b/w', 'c10/w', 'c9/w', 'a/w']
-    [button] = [each for each in root.find_elements(By.CSS_SELECTOR, '.heads button') if each.text == head]
+    [button] = [item for item in root.find_elements(By.CSS_SELECTOR, '.heads button') if item.text == head]
     button.click()
     assert cells(root, 0) == paths
 
@@ -148,8 +148,8 @@ def test_reports_on_one_page_do_not_disturb_one_another(browser, tmp_path):
     assert cells(second, 0) == ['c10/w', 'c9/w', 'a/w', 'b/w']
     assert cells(third, 0) == ['embed']
     # Nor the page around them: its styles stay outside, and ours inside.
-    mine = browser.driver.find_element(By.CSS_SELECTOR, '#mine td')
-    assert mine.value_of_css_property('color') == 'rgba(1, 2, 3, 1)'
+    cell = browser.driver.find_element(By.CSS_SELECTOR, '#mine td')
+    assert cell.value_of_css_property('color') == 'rgba(1, 2, 3, 1)'
     assert first.find_element(By.CSS_SELECTOR, 'h1').value_of_css_property('font-size') == '21px'
     assert browser.complaints() == []
 
@@ -175,4 +175,4 @@ def test_without_scripts_it_is_whole_and_folds(browser_without_scripts, tmp_path
     assert root.find_element(By.TAG_NAME, 'h1').text == 'Title'
     assert browser.overflow() == 0
     # What the browser says is only that it was told to run no scripts.
-    assert all('script' in said.lower() for said in browser.complaints())
+    assert all('script' in complaint.lower() for complaint in browser.complaints())

@@ -33,21 +33,21 @@ def texts(html):
 
 def test_what_a_page_says(tmp_path):
     static = static_of(report()._repr_html_())
-    said = texts(static)
-    assert said[:6] == ['Sharding report', 'fsdp', '4', 'tp', '2', '8 devices']
-    figures = dict(zip(said[6:14:2], said[7:14:2], strict=True))
+    page_texts = texts(static)
+    assert page_texts[:6] == ['Sharding report', 'fsdp', '4', 'tp', '2', '8 devices']
+    figures = dict(zip(page_texts[6:14:2], page_texts[7:14:2], strict=True))
     assert figures == {
         'arrays': '26',
         'in all': '899.0 KiB',
         'on each device': '163.0 KiB',
         'replicated on each device, 13 arrays': '3.0 KiB',
     }
-    assert said[14:16] == [
+    assert page_texts[14:16] == [
         "regexes that match nothing: 'head'",
         "regexes always shadowed by earlier ones: 'embed'",
     ]
     for words in ('layers/{0..11}', '24 arrays', '12 x float32[64,256]', '99.0 KiB, 60.7 %', "regex 'up'"):
-        assert words in said
+        assert words in page_texts
     page = written(report(), tmp_path, title='A & B')
     assert '<title>A &amp; B</title>' in page and '<h1>A &amp; B</h1>' in page
     tree = static[static.index('<div class="tree"') :]
@@ -55,12 +55,12 @@ def test_what_a_page_says(tmp_path):
 
 
 def test_a_page_is_well_formed_and_loads_nothing(tmp_path):
-    for made in (report(), hostile_report()):
-        page = written(made, tmp_path)
+    for shown in (report(), hostile_report()):
+        page = written(shown, tmp_path)
         root = ET.fromstring(page)
-        names = {name for each in root.iter() for name in each.attrib}
+        names = {name for element in root.iter() for name in element.attrib}
         assert not {name for name in names if name in ('src', 'srcset', 'action') or name.startswith('on')}
-        assert [each.get('href') for each in root.iter() if each.get('href')] == ['data:,']
+        assert [element.get('href') for element in root.iter() if element.get('href')] == ['data:,']
         assert not re.search(r'https?:|@import|url\(|fetch\(|XMLHttpRequest|import\(', page)
         assert "default-src 'none'" in page and page.count('<script') == 1
 
@@ -75,7 +75,7 @@ def test_equal_reports_give_equal_bytes(tmp_path):
 
 def test_whatever_a_report_says_is_text():
     static = static_of(hostile_report()._repr_html_())
-    tags = {each.tag for each in ET.fromstring(f'<div>{static}</div>').iter()}
+    tags = {element.tag for element in ET.fromstring(f'<div>{static}</div>').iter()}
     assert not tags & {'script', 'img', 'b'}
     assert r'two\nlines\t\x00' in static and r'right \u202e left' in static
     assert r'rule half of a pair \ud800' in static
@@ -93,9 +93,9 @@ def test_page_of_100_000_distinct_leaves_is_small(tmp_path):
 def test_folds_and_groups_of_keys_with_a_stem():
     names = [f'params/layers_{i}/{name}' for i in range(3) for name in ('b', 'w')]
     rows = tuple(ReportRow(name, (8,), 'int8', P('x'), '', '', 8, 4) for name in names)
-    said = texts(static_of(ShardingReport(rows, {'x': 2})._repr_html_()))
-    assert said[said.index('params/layers_{0..2}') + 1] == 'array'
-    assert [name for name in said if name in ('b', 'w')] == ['b', 'w']
+    page_texts = texts(static_of(ShardingReport(rows, {'x': 2})._repr_html_()))
+    assert page_texts[page_texts.index('params/layers_{0..2}') + 1] == 'array'
+    assert [name for name in page_texts if name in ('b', 'w')] == ['b', 'w']
 
 
 @pytest.mark.parametrize(
@@ -109,5 +109,5 @@ def test_folds_and_groups_of_keys_with_a_stem():
     ids=['nothing', 'one leaf', 'compiler', 'memory'],
 )
 def test_unusual_reports(tree, rule, words):
-    said = texts(static_of(HELPER.explain(tree, rule)._repr_html_()))
-    assert words in ' '.join(said).split(' ')
+    page_texts = texts(static_of(HELPER.explain(tree, rule)._repr_html_()))
+    assert words in ' '.join(page_texts).split(' ')

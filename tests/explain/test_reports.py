@@ -174,14 +174,14 @@ EXAMPLES = examples(300)
 def unfolded(name):
     """The paths that a name stands for, read from its text."""
     # Braces that a key has itself, such as l_{1,2}_0, are no numbers.
-    found = re.search(r'\{([0-9.,]+)\}(?=/|$)', name)
-    if found is None:
+    match = re.search(r'\{([0-9.,]+)\}(?=/|$)', name)
+    if match is None:
         return [name]
     numbers = []
-    for run in found[1].split(','):
+    for run in match[1].split(','):
         first, _, last = run.partition('..')
         numbers.extend(range(int(first), int(last or first) + 1))
-    before, after = name[: found.start()], name[found.end() :]
+    before, after = name[: match.start()], name[match.end() :]
     return [path for number in numbers for path in unfolded(f'{before}{number}{after}')]
 
 
@@ -210,11 +210,11 @@ def stem(part):
 def test_nothing_is_left_to_fold(drawn):
     drawn = list(dict.fromkeys(drawn))
     folds = [(item.parts, drawn[item.first][1]) for item in fold(drawn)]
-    for place in range(4):
+    for position in range(4):
         rests = [
-            (stem(parts[place]), parts[:place], parts[place + 1 :], kind)
+            (stem(parts[position]), parts[:position], parts[position + 1 :], kind)
             for parts, kind in folds
-            if place < len(parts) and parts[place] not in OTHER_KEYS
+            if position < len(parts) and parts[position] not in OTHER_KEYS
         ]
         assert len(rests) == len(set(rests))
 
@@ -229,9 +229,9 @@ def test_folded_tables_count_the_same_arrays_and_bytes(drawn):
     lines = report.to_text(400).splitlines()[2:-3]
     counts, sizes = 0, 0
     for line in lines:
-        found = re.search(r'(?:(\d+) x )?int8\[\d+\] +P\(.*\) +(\d+) B +rule$', line)
-        counts += int(found[1] or 1)
-        sizes += int(found[2])
+        match = re.search(r'(?:(\d+) x )?int8\[\d+\] +P\(.*\) +(\d+) B +rule$', line)
+        counts += int(match[1] or 1)
+        sizes += int(match[2])
     assert (counts, sizes) == (len(rows), report.bytes_per_device)
     assert [row.path for row in report.rows] == [path for path, _ in drawn]
 
@@ -517,9 +517,9 @@ def test_what_is_unreduced_is_not_replicated():
     ]
     assert ShardingReport.load(report.to_json()) == report
     assert report.replicated.bytes == 256
-    whole = EXPLICIT.explain({'parts': tree['parts']}, P())
+    replicated_report = EXPLICIT.explain({'parts': tree['parts']}, P())
     parts = EXPLICIT.explain({'parts': tree['parts']}, specs['parts'])
-    assert parts.diff(whole) == (
+    assert parts.diff(replicated_report) == (
         "parts: float32[8,4] P(unreduced={'fsdp', 'tp'}) (128 B on a device) -> "
         'float32[8,4] replicated (128 B on a device)'
     )
@@ -554,8 +554,8 @@ def changed_model():
 
 def test_leaves_of_one_path_are_compared_one_by_one():
     tree = {'a': {'b': leaf(8)}, 'a/b': leaf(8)}
-    whole = HELPER.explain(tree, P())
-    assert whole.diff(HELPER.explain(tree, {'a': P('fsdp'), 'a/b': P()})) == (
+    replicated = HELPER.explain(tree, P())
+    assert replicated.diff(HELPER.explain(tree, {'a': P('fsdp'), 'a/b': P()})) == (
         "a/b: float32[8] replicated (32 B on a device) -> float32[8] P('fsdp',) (8 B on a device)"
     )
 

@@ -237,8 +237,8 @@ def test_reports_list_idle_rows_of_the_user_only(name):
         shapes = leaves if stacked else {'norm/scale': (64,)}
         report = HELPER.explain(tree(shapes), rule(TABLES[name], stacked=stacked, expert=None))
         assert (report.unused_rules, report.shadowed_rules) == ((), ())
-    own = (('wrong_name', P()), *TABLES[name], ('norm/scale', P()))
-    report = HELPER.explain(tree(leaves), rule(own, stacked='layers/'))
+    table = (('wrong_name', P()), *TABLES[name], ('norm/scale', P()))
+    report = HELPER.explain(tree(leaves), rule(table, stacked='layers/'))
     assert (report.unused_rules, report.shadowed_rules) == (('wrong_name',), ('norm/scale',))
     report = HELPER.explain(tree({'norm/scale': (64,)}), rule(TABLES[name], stacked='layer/'))
     assert report.unused_rules == ('layer/',)
@@ -386,8 +386,8 @@ def test_stacks_over_stages():
         'lm_head/kernel': (64, 512),
     }
     helper = MeshShardingHelper.from_mesh(AbstractMesh((2, 4, 2), ('stage', 'fsdp', 'tp')))
-    found = helper.match_sharding_rule(staged, tree(shapes))
-    assert {path: sharding.spec for path, sharding in found.items()} == {
+    shardings = helper.match_sharding_rule(staged, tree(shapes))
+    assert {path: sharding.spec for path, sharding in shardings.items()} == {
         'layers/up_proj/kernel': P('stage', *COLUMN),
         'layers/norm/scale': P('stage'),
         'lm_head/kernel': COLUMN,
@@ -417,8 +417,8 @@ def test_another_rule_behind_it_does_not_hide_a_rank():
 
 
 def test_values():
-    one = ExactRankRule(('w', P('fsdp', None)), strict=False)
-    assert repr(one) == f"ExactRankRule(('w', {P('fsdp', None)!r}), strict=False)"
+    exact = ExactRankRule(('w', P('fsdp', None)), strict=False)
+    assert repr(exact) == f"ExactRankRule(('w', {P('fsdp', None)!r}), strict=False)"
     assert pickle.loads(pickle.dumps(rule(LLAMA))) == rule(LLAMA)
     assert hash(rule(T5)) == hash(rule(T5)) and rule(LLAMA) != rule(GEMMA)
     assert rule(LLAMA) != rule(LLAMA, tp='model')

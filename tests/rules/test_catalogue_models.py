@@ -196,13 +196,13 @@ EXCEPTIONS = [
 @pytest.mark.sampled(11)
 @IN_EACH_LAYOUT
 def test_every_large_leaf_uses_all_of_fsdp_and_tp(name, stacked):
-    found = {
+    exceptions = {
         row.path: axes_of(row.spec)
         for row in rows(name, stacked)
         if math.prod(row.shape) * 2 > MB and not axes_of(row.spec) >= {'fsdp', 'tp'}
     }
     layouts = ('both', 'stacked' if stacked else 'unrolled')
-    assert found == {
+    assert exceptions == {
         path: axes for of, layout, path, axes, _ in EXCEPTIONS if of == name and layout in layouts
     }
 
@@ -243,7 +243,7 @@ def test_a_stack_lies_as_its_layers_do(name):
     number = re.compile(rf'^({CASES[name].layers})[/_]\d+/')
     unrolled = {}
     for row in rows(name, False):
-        unrolled.setdefault(number.sub(lambda found: f'{found[1]}/', row.path), set()).add(row.spec)
+        unrolled.setdefault(number.sub(lambda match: f'{match[1]}/', row.path), set()).add(row.spec)
     stacked = {
         row.path: {P(*row.spec[1:]) if in_layers(name, row.path) else row.spec} for row in rows(name, True)
     }
@@ -338,5 +338,5 @@ def test_a_layer_needs_two_sums_over_tp(table, layer):
     program = parallel.lower(params, x).compile().as_text()
     collectives = re.findall(r' (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(', program)
     assert collectives == ['all-reduce'] * 2
-    one, other = (np.asarray(run(params, x), 'float32') for run in (parallel, jax.jit(function)))
-    np.testing.assert_allclose(one, other, rtol=0.1, atol=0.1)  # bfloat16
+    actual, expected = (np.asarray(run(params, x), 'float32') for run in (parallel, jax.jit(function)))
+    np.testing.assert_allclose(actual, expected, rtol=0.1, atol=0.1)  # bfloat16

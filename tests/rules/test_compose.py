@@ -215,13 +215,13 @@ def test_whose_policy_counts(shape, first, second, expected):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         try:
-            said = mesh_4x2().match_sharding_rule(rule, leaf_w(*shape))['w'].spec
+            result = mesh_4x2().match_sharding_rule(rule, leaf_w(*shape))['w'].spec
         except ShardingError:
-            said = 'error'
+            result = 'error'
     drops = P('fsdp') if shape[0] % 4 == 0 else P()
     kinds = [warning.category for warning in caught]
     assert kinds == ([IndivisibleWarning] if expected == 'warning' else [])
-    assert said == (drops if expected == 'warning' else expected)
+    assert result == (drops if expected == 'warning' else expected)
 
 
 @pytest.mark.parametrize('helpers', ['error', 'warn', 'replicate'])
@@ -340,8 +340,8 @@ def test_or_is_associative_and_takes_the_first_answer(situation):
     assert hash((a | b) | c) == hash(a | (b | c))
     # The classes do not flatten by themselves, so this is the law itself.
     left, right = FirstAnswer((FirstAnswer((a, b)), c)), FirstAnswer((a, FirstAnswer((b, c))))
-    said = [spec_of(rule, shape, helper=helper) for rule in (left, right, a | b | c)]
-    assert said[0] == said[1] == said[2]
+    results = [spec_of(rule, shape, helper=helper) for rule in (left, right, a | b | c)]
+    assert results[0] == results[1] == results[2]
 
 
 @pytest.mark.medium
@@ -358,8 +358,8 @@ def test_and_alters_nothing_and_its_result_is_a_sharding(situation):
     used = [axis for entry in together for axis in entry]
     assert len(used) == len(set(used))
     if alone != 'error':
-        for mine, entry in zip(entries_of(alone, len(shape)), together, strict=True):
-            assert not mine or mine == entry
+        for own_entry, entry in zip(entries_of(alone, len(shape)), together, strict=True):
+            assert not own_entry or own_entry == entry
     array = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
     placed = helper.shard({'w': array}, a & b)['w']
     np.testing.assert_array_equal(placed, array)

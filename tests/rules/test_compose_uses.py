@@ -275,8 +275,8 @@ def test_memory_through_sjit(helper):
         lambda state: jax.tree.map(lambda x: x + 1, state), in_shardings=(pinned,), out_shardings=pinned
     )
     tree = {'up': np.ones((16, 64), np.float32)}
-    given, returned = step.shardings_for(tree)
-    kinds = {sharding.memory_kind for sharding in jax.tree.leaves((given, returned))}
+    inputs, outputs = step.shardings_for(tree)
+    kinds = {sharding.memory_kind for sharding in jax.tree.leaves((inputs, outputs))}
     assert kinds == {'pinned_host'}
 
 
@@ -341,9 +341,9 @@ def test_what_a_subclass_got_wrong_is_shown_with_the_whole_leaf(helper, snapshot
 
 def test_shardings_of_two_meshes_are_an_error(helper):
     other = MeshShardingHelper([2, 4], ['fsdp', 'tp']).mesh
-    own = TreePathShardingRule(('w', NamedSharding(helper.mesh, P('fsdp'))))
+    by_path = TreePathShardingRule(('w', NamedSharding(helper.mesh, P('fsdp'))))
     for rule in (
-        own & NamedSharding(other, P(None, 'tp')),
+        by_path & NamedSharding(other, P(None, 'tp')),
         FSDP | NamedSharding(other, P()),
         P('fsdp') & (FSDP & NamedSharding(other, P())),
     ):

@@ -34,14 +34,16 @@ def by_path(value, **options):
 
 
 def test_a_named_sharding_is_taken_on_both_sides(helper):
-    given = NamedSharding(helper.mesh, P('tp'))
+    sharding = NamedSharding(helper.mesh, P('tp'))
     tree = {'w': leaf(16, 8)}
-    assert specs(helper, given | FSDP, tree) == specs(helper, STRICT_MISS | given, tree) == {'w': P('tp')}
-    assert specs(helper, given & FSDP, tree) == {'w': P('tp', 'fsdp')}
+    assert (
+        specs(helper, sharding | FSDP, tree) == specs(helper, STRICT_MISS | sharding, tree) == {'w': P('tp')}
+    )
+    assert specs(helper, sharding & FSDP, tree) == {'w': P('tp', 'fsdp')}
     assert specs(helper, FSDP & NamedSharding(helper.mesh, P(None, 'tp')), tree) == {'w': P('fsdp', 'tp')}
     pinned = NamedSharding(helper.mesh, P('tp'), memory_kind='pinned_host')
     assert helper.match_sharding_rule(pinned & FSDP, tree)['w'].memory_kind == 'pinned_host'
-    assert given | FSDP == NamedSharding(helper.mesh, P('tp')) | FSDP
+    assert sharding | FSDP == NamedSharding(helper.mesh, P('tp')) | FSDP
 
 
 @pytest.mark.parametrize('operand', [1, 'fsdp', ('fsdp',), ['fsdp'], {'w': FSDP}, int, np.zeros(2), object()])
@@ -105,5 +107,5 @@ def test_repr():
 def test_equal_leaves_share_one_answer():
     tree = NamedTree.of([np.zeros((16, 8), np.float32)] * 5 + [np.zeros((8, 16), np.float32)] * 5)
     rule = (TreePathShardingRule(('.*', P('tp'))) & FSDP).stacked(1).with_memory_kind('device')
-    for one in (rule, rule.parts[0], rule.parts[0].parts[0]):
-        assert len({id(answer) for answer in decide(one, tree, {'fsdp': 4, 'tp': 2})}) <= 2
+    for part in (rule, rule.parts[0], rule.parts[0].parts[0]):
+        assert len({id(answer) for answer in decide(part, tree, {'fsdp': 4, 'tp': 2})}) <= 2

@@ -42,14 +42,14 @@ from tests.support.rule_strategies import situations
 from tests.support.rules_by_hand import by_hand
 
 Row = tuple[P | None, str | None]
-# Nothing that is drawn asks for this memory, and none of these rules has no answer.
+# No drawn rule requests this memory, so it marks leaves that only the last rule answers.
 OTHER_MEMORY = 'unpinned_host'
 EVERYWHERE = TreePathShardingRule(('', P())).with_memory_kind(OTHER_MEMORY)
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-    """What rules come to on one mesh and tree: a row for each leaf, or whom the error is about."""
+class Resolver:
+    """Resolves rules on one mesh and tree: to a row for each leaf, or to the leaves that the error names."""
 
     mesh: MeshOf
     tree: Any
@@ -60,8 +60,8 @@ class Asked:
             return tuple(dict.fromkeys(problem.leaf for problem in error.problems))
         return [(row.spec, row.memory_kind) for row in report.rows] if error is None else (str(error),)
 
-    def own(self, rule: Any) -> list[Row | None] | None:
-        """What a rule answers by itself: None for leaves that it has no answer for; None if it is wrong."""
+    def own_rows(self, rule: Any) -> list[Row | None] | None:
+        """Returns the rows of a rule alone: None for leaves without an answer; None if it raises."""
         rows = self(rule | EVERYWHERE)
         if isinstance(rows, tuple):
             return None
@@ -73,7 +73,7 @@ def dims(spec: P | None, rank: int) -> list[tuple[str, ...]]:
 
 
 def rules_of(situation: Situation) -> list[Any]:
-    """The rules; none that are an error whatever they are asked, and none where nobody asks them."""
+    """Returns the rules of a situation. Skips situations with a rule that raises for every tree."""
     hypothesis.assume(not any(is_impossible(term, situation.mesh) for term in situation.terms))
     return [make(term, situation.mesh) for term in situation.terms]
 
@@ -83,25 +83,25 @@ def rules_of(situation: Situation) -> list[Any]:
 @hypothesis.given(situations(count=3))
 def test_or_takes_the_first_answer(situation: Situation) -> None:
     a, b, c = rules_of(situation)
-    asked = Asked(situation.mesh, situation.tree)
+    resolve = Resolver(situation.mesh, situation.tree)
     assert (a | b) | c == a | (b | c)
     assert hash((a | b) | c) == hash(a | (b | c))
     # A term in brackets that `|` cannot look into.
     grouped = TreePathShardingRule(('', b | c)) if one_element_free(situation.tree) else b | c
-    assert asked((a | b) | c) == asked(a | grouped)
+    assert resolve((a | b) | c) == resolve(a | grouped)
 
     never = FSDPShardingRule(a_mesh_axis(situation), min_fsdp_size=10**12)
-    assert asked(never | a) == asked(a)
-    assert asked(never | a | never | b) == asked(a | b)
-    own = asked.own(a)
-    if own is None:
+    assert resolve(never | a) == resolve(a)
+    assert resolve(never | a | never | b) == resolve(a | b)
+    own_rows = resolve.own_rows(a)
+    if own_rows is None:
         return
-    assert asked(a | P()) == asked(a | never) == [row or (P(), None) for row in own]
-    assert set(asked(P() | a)) <= {(P(), None)}
-    assert set(asked(None | a)) <= {(None, None)}
-    either, second = asked(a | b), asked(b)
+    assert resolve(a | P()) == resolve(a | never) == [row or (P(), None) for row in own_rows]
+    assert set(resolve(P() | a)) <= {(P(), None)}
+    assert set(resolve(None | a)) <= {(None, None)}
+    either, second = resolve(a | b), resolve(b)
     if isinstance(either, list) and isinstance(second, list):
-        assert either == [mine or theirs for mine, theirs in zip(own, second, strict=True)]
+        assert either == [row or second_row for row, second_row in zip(own_rows, second, strict=True)]
 
 
 @pytest.mark.medium
@@ -109,46 +109,48 @@ def test_or_takes_the_first_answer(situation: Situation) -> None:
 @hypothesis.given(situations(count=2))
 def test_and_fills_what_is_free(situation: Situation) -> None:
     a, b = rules_of(situation)
-    asked = Asked(situation.mesh, situation.tree)
+    resolve = Resolver(situation.mesh, situation.tree)
     never = FSDPShardingRule(a_mesh_axis(situation), min_fsdp_size=10**12)
-    alone, own, second = asked(a), asked.own(a), asked(b)
+    alone, own_rows, second = resolve(a), resolve.own_rows(a), resolve(b)
     if isinstance(alone, list):
-        assert own is not None
-        assert asked(a & never) == asked(a & P()) == [row or (P(), None) for row in own]
-    elif own is None:  # what it answers is wrong, and `&` mends nothing
-        assert isinstance(asked(a & never), tuple)
-        assert isinstance(asked(a & P()), tuple)
-    assert asked(P() & never) == [(P(), None)] * len(jax.tree.leaves(situation.tree))
-    if own is not None:
+        assert own_rows is not None
+        assert resolve(a & never) == resolve(a & P()) == [row or (P(), None) for row in own_rows]
+    elif own_rows is None:  # a raises, and so does `a & b`
+        assert isinstance(resolve(a & never), tuple)
+        assert isinstance(resolve(a & P()), tuple)
+    assert resolve(P() & never) == [(P(), None)] * len(jax.tree.leaves(situation.tree))
+    if own_rows is not None:
         # P() leaves everything free, and None fills nothing.
-        assert asked(P() & a) == [(row[0] or P(), row[1]) if row else (P(), None) for row in own]
+        assert resolve(P() & a) == [(row[0] or P(), row[1]) if row else (P(), None) for row in own_rows]
         if isinstance(alone, list):
-            assert asked(a & None) == [row or (None, None) for row in own]
-    both = asked(a & b)
-    if not isinstance(both, list) or own is None:
+            assert resolve(a & None) == [row or (None, None) for row in own_rows]
+    both = resolve(a & b)
+    if not isinstance(both, list) or own_rows is None:
         return
     hypothesis.event('both answer')
-    for leaf, mine, got, theirs in zip(
+    for leaf, own_row, row, second_row in zip(
         jax.tree.leaves(situation.tree),
-        own,
+        own_rows,
         both,
-        second if isinstance(second, list) else [None] * len(own),
+        second if isinstance(second, list) else [None] * len(own_rows),
         strict=True,
     ):
         shape = shape_of(leaf)
-        if mine is None:
-            assert theirs in (None, got)
+        if own_row is None:
+            assert second_row in (None, row)
             continue
-        if mine[0] is None:
-            assert got[0] is None
+        if own_row[0] is None:
+            assert row[0] is None
             continue
-        placed = dims(got[0], len(shape))
+        placed = dims(row[0], len(shape))
         used = [axis for dim in placed for axis in dim]
         assert len(used) == len(set(used))
-        assert all(first in ((), dim) for first, dim in zip(dims(mine[0], len(shape)), placed, strict=True))
+        assert all(
+            first in ((), dim) for first, dim in zip(dims(own_row[0], len(shape)), placed, strict=True)
+        )
         sizes = [math.prod(situation.mesh.shape[axis] for axis in dim) for dim in placed]
         assert all(n % size == 0 for n, size in zip(shape, sizes, strict=True))
-        assert got[1] == mine[1] or mine[1] is None
+        assert row[1] == own_row[1] or own_row[1] is None
 
 
 def a_mesh_axis(situation: Situation) -> str:
@@ -156,7 +158,7 @@ def a_mesh_axis(situation: Situation) -> str:
 
 
 def one_element_free(tree: Any) -> bool:
-    """Whether a regex decides about every leaf: about arrays of one element it does not."""
+    """Whether no leaf has only one element: regexes do not decide about such arrays."""
     return all(math.prod(shape_of(leaf)) != 1 for leaf in jax.tree.leaves(tree))
 
 
@@ -167,13 +169,13 @@ SECOND_ON_C = Paths((('', P(None, 'c')),), policy='replicate')
 @pytest.mark.parametrize(
     ('term', 'shape', 'expected'),
     [
-        # An axis that is taken in the dimension of the stack is in use for the rule of one layer too.
+        # A mesh axis of the stack dimension is in use for the rule of one layer too.
         (Both(P('a'), Stack(Fsdp(('a', 'b'), 0), 1)), (8, 8, 8), P('a')),
         (Both(P('a'), Stack(Logical((('e', 'a'), ('e', 'b')), (('', 'e ...'),)), 1)), (8, 8, 8), P('a', 'b')),
         (Both(P(None, 'a'), Stack(Stack(Fsdp(('a', 'b'), 0), 1), 1)), (8, 8, 8), P(None, 'a')),
-        # What a rule further out took is not placed, and so is not in use either,
+        # Axes that an outer rule prevents from being used are not in use,
         (Both(P('b'), Both(P('d', 'a', 'b'), Fsdp(('c', 'd'), 0))), (8, 8, 8), P('b', 'a', ('c', 'd'))),
-        # and whether that would have divided is nobody's matter.
+        # and need not divide.
         (
             Both(FIRST_ON_A, Both(Paths((('', P('b')),)), SECOND_ON_C)),
             (7, 7),
@@ -186,14 +188,14 @@ SECOND_ON_C = Paths((('', P(None, 'c')),), policy='replicate')
 def test_what_is_free_in_brackets(term: Any, shape: tuple[int, ...], expected: P) -> None:
     mesh = MeshOf((2, 2, 2, 2), 'AAAA', None)
     tree = {'w': jax.ShapeDtypeStruct(shape, 'float32')}
-    assert Asked(mesh, tree)(make(term, mesh)) == [(expected, None)]
-    assert [one.spec for one in by_hand(term, tree, mesh)] == [expected]
+    assert Resolver(mesh, tree)(make(term, mesh)) == [(expected, None)]
+    assert [result.spec for result in by_hand(term, tree, mesh)] == [expected]
 
 
 def test_an_unreduced_axis_is_in_use() -> None:
     mesh, below = MeshOf((2, 2, 2, 2), 'EEEE', None), P('a', unreduced={'b'})
-    asked = Asked(mesh, {'w': jax.ShapeDtypeStruct((8, 8), 'float32')})
-    assert asked(make(Both(below, Fsdp(('b', 'c'), 0)), mesh)) == [(below, None)]
+    resolve = Resolver(mesh, {'w': jax.ShapeDtypeStruct((8, 8), 'float32')})
+    assert resolve(make(Both(below, Fsdp(('b', 'c'), 0)), mesh)) == [(below, None)]
 
 
 @pytest.mark.medium
@@ -201,10 +203,10 @@ def test_an_unreduced_axis_is_in_use() -> None:
 @hypothesis.given(situations(count=3))
 def test_and_may_be_grouped_either_way(situation: Situation) -> None:
     a, b, c = rules_of(situation)
-    asked = Asked(situation.mesh, situation.tree)
-    # None ends `&` where it stands first: there the brackets matter.
+    resolve = Resolver(situation.mesh, situation.tree)
+    # As a first operand None ends `&`, so that the brackets matter.
     hypothesis.assume(not mentions(situation.terms[1], lambda term: term is None))
-    left, right = asked((a & b) & c), asked(a & (b & c))
+    left, right = resolve((a & b) & c), resolve(a & (b & c))
     if isinstance(left, list) and isinstance(right, list):
         hypothesis.event('both answer')
         assert left == right
@@ -217,8 +219,8 @@ def test_rules_inside_others(situation: Situation) -> None:
     mesh, (term,) = situation.mesh, situation.terms
     (rule,) = rules_of(situation)
     tree = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(shape_of(leaf), 'float32'), situation.tree)
-    asked = Asked(mesh, tree)
-    rows = asked(rule)
+    resolve = Resolver(mesh, tree)
+    rows = resolve(rule)
 
     def same(other: Any, expected: Any) -> None:
         if isinstance(rows, list):
@@ -226,21 +228,21 @@ def test_rules_inside_others(situation: Situation) -> None:
         else:
             assert isinstance(other, tuple)
 
-    same(asked(make(ByRank((term,) * 5), mesh)), rows)
-    ones = [math.prod(leaf.shape) == 1 for leaf in jax.tree.leaves(tree)]
+    same(resolve(make(ByRank((term,) * 5), mesh)), rows)
+    is_scalar = [math.prod(leaf.shape) == 1 for leaf in jax.tree.leaves(tree)]
     if isinstance(rows, list):
-        nested = [(P(), None) if one else row for one, row in zip(ones, rows, strict=True)]
-        assert asked(TreePathShardingRule(('', rule))) == nested
-        moved = [(spec, None if spec is None else OTHER_MEMORY) for spec, _ in rows]
-        assert asked(rule.with_memory_kind(OTHER_MEMORY)) == moved
-    same(Asked(mesh, {'x': tree})({'x': rule}), rows)
-    if not mentions(term, lambda one: isinstance(one, State)):
+        nested = [(P(), None) if scalar else row for scalar, row in zip(is_scalar, rows, strict=True)]
+        assert resolve(TreePathShardingRule(('', rule))) == nested
+        in_other_memory = [(spec, None if spec is None else OTHER_MEMORY) for spec, _ in rows]
+        assert resolve(rule.with_memory_kind(OTHER_MEMORY)) == in_other_memory
+    same(Resolver(mesh, {'x': tree})({'x': rule}), rows)
+    if not mentions(term, lambda part: isinstance(part, State)):
         stack = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((5, *leaf.shape), 'float32'), tree)
         if isinstance(rows, list):
             expected = [(P(None, *spec) if spec else spec, memory) for spec, memory in rows]
-            assert Asked(mesh, stack)(rule.stacked(1)) == expected
+            assert Resolver(mesh, stack)(rule.stacked(1)) == expected
         else:
-            assert isinstance(Asked(mesh, stack)(rule.stacked(1)), tuple)
+            assert isinstance(Resolver(mesh, stack)(rule.stacked(1)), tuple)
 
 
 @pytest.mark.medium
@@ -248,9 +250,9 @@ def test_rules_inside_others(situation: Situation) -> None:
 @hypothesis.given(situations(count=1, values=True))
 def test_rules_are_values(situation: Situation) -> None:
     rule = make(situation.terms[0], situation.mesh)
-    names = {**vars(scalax.sharding), **{one.__name__: one for one in (Policy, OwnRule)}}
+    names = {**vars(scalax.sharding), **{cls.__name__: cls for cls in (Policy, OwnRule)}}
     names |= {'re': re, 'P': P, 'UNCONSTRAINED': P.UNCONSTRAINED}
-    asked = Asked(situation.mesh, situation.tree)
+    resolve = Resolver(situation.mesh, situation.tree)
     for again in (
         eval(repr(rule), names),
         pickle.loads(pickle.dumps(rule)),
@@ -261,22 +263,21 @@ def test_rules_are_values(situation: Situation) -> None:
         assert again == rule
         assert hash(again) == hash(rule)
         assert repr(again) == repr(rule)
-        assert asked(again) == asked(rule)
+        assert resolve(again) == resolve(rule)
 
 
 @pytest.mark.medium
 def test_every_process_decides_the_same(tmp_path: Path) -> None:
-    drawn: list[Situation] = []
+    examples_drawn: list[Situation] = []
 
     @examples(200)
     @hypothesis.given(situations())
     def collect(situation: Situation) -> None:
-        drawn.append(situation)
+        examples_drawn.append(situation)
 
     collect()
-    here = list(map(told, drawn))
+    results = list(map(told, examples_drawn))
     for seed in ('1', '2'):
-        for situation, mine, theirs in zip(
-            drawn, here, told_by_another_process(drawn, tmp_path, seed), strict=True
-        ):
-            assert theirs == mine, situation
+        other_results = told_by_another_process(examples_drawn, tmp_path, seed)
+        for situation, result, other_result in zip(examples_drawn, results, other_results, strict=True):
+            assert other_result == result, situation

@@ -38,7 +38,7 @@ LARGEST = 40_000  # elements of a tree that is placed
 def assert_names(error: ScalaxError | None, tree: Any, expected: list[Outcome], bad: Sequence[Any]) -> bool:
     """An error names exactly the leaves that are wrong; returns whether there was one."""
     names = [shown(path, leaf) for path, leaf in named_leaves(tree)]
-    wrong = [name for name, one in zip(names, expected, strict=True) if one.spec in bad]
+    wrong = [name for name, result in zip(names, expected, strict=True) if result.spec in bad]
     if not wrong:
         assert error is None, error
         return False
@@ -97,13 +97,13 @@ def test_arrays_get_what_the_table_says(situation: Situation) -> None:
         assert isinstance(refused, ShardingError)
         return
     # Parameters are asked about by themselves too, before it is known what was taken of their copies.
-    more = any(mentions(term, lambda one: isinstance(one, State)) for term in terms)
-    assert any(one.warns for one in expected) == warned or (warned and more)
+    more = any(mentions(term, lambda result: isinstance(result, State)) for term in terms)
+    assert any(result.warns for result in expected) == warned or (warned and more)
 
     assert [row.spec if row.spec is not None else COMPILER for row in report.rows] == [
-        one.spec for one in expected
+        result.spec for result in expected
     ]
-    assert [row.memory_kind for row in report.rows] == [one.memory for one in expected]
+    assert [row.memory_kind for row in report.rows] == [result.memory for result in expected]
     assert [row.path for row in report.rows] == [path for path, _ in named_leaves(tree)]
     assert ShardingReport.load(report.to_json()) == report
 
@@ -111,7 +111,7 @@ def test_arrays_get_what_the_table_says(situation: Situation) -> None:
         return
     assert jax.tree.structure(shardings) == jax.tree.structure(tree)
     assert all(s.mesh == helper.mesh for s in jax.tree.leaves(shardings))
-    assert [s.spec for s in jax.tree.leaves(shardings)] == [one.spec for one in expected]
+    assert [s.spec for s in jax.tree.leaves(shardings)] == [result.spec for result in expected]
     again, _, _ = attempt(helper.match_sharding_rule, rules, tree)
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (shardings, again)), strict=True))
     if mesh.order is not None and sum(map(np.size, jax.tree.leaves(tree))) <= LARGEST:

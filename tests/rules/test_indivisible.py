@@ -46,6 +46,6 @@ UNEVEN = 'dimension 0 of size 5 does not divide by 2 (a=2)'
     ],
 )
 def test_the_strictest_policy_decides(spec, policies, pads, expected, faults, warned):
-    got, wrong, said = apply_policy(spec, (5, 8), AXES, policies, 'a rule', pads)
-    assert got == expected and len(wrong) == faults
-    assert said == [f'{spec} from a rule: {UNEVEN}{end}' for end in warned]
+    result, wrong, warnings = apply_policy(spec, (5, 8), AXES, policies, 'a rule', pads)
+    assert result == expected and len(wrong) == faults
+    assert warnings == [f'{spec} from a rule: {UNEVEN}{end}' for end in warned]

@@ -266,8 +266,8 @@ def test_the_leaves_that_warnings_name_are_those_of_the_tree():
     of_state = OptimizerStateShardingRule(rule, {'w': leaf(3, 8)})
     text = 'dimension 0 of size 3 does not divide by x; no axis is used'
     with pytest.warns(IndivisibleWarning) as caught:
-        found = specs(of_state, state, {'x': 2, 'y': 2})
-        assert found == {'mu': {'w': P(None, 'y')}, 'nu': {'w': P(None, 'y')}, 'row': {'w': P('y')}}
+        result = specs(of_state, state, {'x': 2, 'y': 2})
+        assert result == {'mu': {'w': P(None, 'y')}, 'nu': {'w': P(None, 'y')}, 'row': {'w': P('y')}}
         assert specs(rule.stacked(), {'w': leaf(5, 3, 8)}, {'x': 2, 'y': 2}) == {'w': P(None, None, 'y')}
         assert specs(rule & P(None, 'x'), {'w': leaf(3, 8)}, {'x': 2, 'y': 2}) == {'w': P(None, 'y')}
     origin = "OptimizerStateShardingRule -> regex 'w': 'a b'"
@@ -362,12 +362,12 @@ def test_sjit_with_names_for_parameters_and_activations(axis_type):
     out = step(params, x)
     np.testing.assert_array_equal(out, x * 2)
     assert out.sharding.spec == P(('data', 'fsdp'))
-    (given, _), returned = step.shardings_for(params, x)
-    assert {name: sharding.spec for name, sharding in given.items()} == {
+    (inputs, _), outputs = step.shardings_for(params, x)
+    assert {name: sharding.spec for name, sharding in inputs.items()} == {
         'up': P('fsdp', 'tp'),
         'down': P('tp', 'fsdp'),
     }
-    assert returned.spec == P(('data', 'fsdp'))
+    assert outputs.spec == P(('data', 'fsdp'))
     assert all(sharding.is_equivalent_to(out.sharding, 3) for sharding in seen)
 
 

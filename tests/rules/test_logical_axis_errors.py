@@ -22,7 +22,7 @@ def message(error):
 
 
 @pytest.mark.parametrize(
-    ('names', 'said'),
+    ('names', 'expected'),
     [
         ('embed mlp', "'embed mlp' names 2 dimensions, the array has 3"),
         ('embed', "'embed' names 1 dimension, the array has 3"),
@@ -32,13 +32,13 @@ def message(error):
         ),
     ],
 )
-def test_another_number_of_dimensions(names, said):
+def test_another_number_of_dimensions(names, expected):
     with pytest.raises(ShardingError) as error:
         LogicalAxisShardingRule(MAPPING, [('w', names)]).apply({'w': leaf(2, 3, 4)})
     assert message(error) == (
         'One leaf cannot be sharded as asked:\n'
         '  w: float32[2, 3, 4]\n'
-        f'    {said}\n'
+        f'    {expected}\n'
         f"    rule: regex 'w': {names!r}\n"
         "What to do: name every dimension ('_' for one without a name, '...' for any number of them), or "
         'put a rule for such leaves before this one.'
@@ -104,7 +104,7 @@ RULE = 'LogicalAxisShardingRule'
 
 
 @pytest.mark.parametrize(
-    ('make', 'said'),
+    ('make', 'expected'),
     [
         (
             lambda: LogicalAxisShardingRule('embed'),
@@ -149,10 +149,10 @@ RULE = 'LogicalAxisShardingRule'
         ),
     ],
 )
-def test_a_wrong_rule_is_an_error_at_once(make, said):
+def test_a_wrong_rule_is_an_error_at_once(make, expected):
     with pytest.raises(RuleError) as error:
         make()
-    assert message(error) == said
+    assert message(error) == expected
 
 
 # --- Patterns -------------------------------------------------------------------------------------
@@ -171,13 +171,13 @@ def test_patterns_mean_what_they_mean_to_einops(text):
             _einops_pattern.parse(text)
         assert 'duplicate' in str(error) or 'only one ellipsis' in str(error)
         return
-    found = _einops_pattern.parse(text)
-    dimensions = [['_' if part is None else str(part) for part in dim] for dim in found.dimensions]
-    if found.ellipsis is not None:
-        dimensions.insert(found.ellipsis, '…')
+    parsed = _einops_pattern.parse(text)
+    dimensions = [['_' if part is None else str(part) for part in dim] for dim in parsed.dimensions]
+    if parsed.ellipsis is not None:
+        dimensions.insert(parsed.ellipsis, '…')
     assert dimensions == [
         dim if isinstance(dim, str) else [str(part).removesuffix('-axis') for part in dim]
         for dim in expected.composition
     ]
-    if found.ellipsis is None:
-        assert _einops_pattern.parse(str(found)) == found
+    if parsed.ellipsis is None:
+        assert _einops_pattern.parse(str(parsed)) == parsed

@@ -400,7 +400,7 @@ def test_what_mirrors_a_parameter_equals_it(tree, data):
         st.sampled_from([optax.adamw(1e-3), optax.sgd(1e-3, 0.9), optax.contrib.schedule_free_sgd(1e-3)])
     )
     state = jax.eval_shape(optimizer.init, params)
-    given = OptimizerStateShardingRule(specs, params).apply({'params': params, 'opt_state': state})
+    result = OptimizerStateShardingRule(specs, params).apply({'params': params, 'opt_state': state})
     structure = jax.tree.structure(params)
 
     def is_copy(node):
@@ -409,7 +409,7 @@ def test_what_mirrors_a_parameter_equals_it(tree, data):
     # Wherever the state holds a tree of the parameters' structure, it is their specs. (That of a lone
     # array is any leaf's, so it lies in a tuple.)
     copies = [
-        node for node in jax.tree.leaves(given, is_leaf=lambda x: is_copy(x) or is_spec(x)) if is_copy(node)
+        node for node in jax.tree.leaves(result, is_leaf=lambda x: is_copy(x) or is_spec(x)) if is_copy(node)
     ]
     assert len(copies) >= 2
     assert all(node == specs for node in copies)

@@ -130,7 +130,9 @@ def test_params_that_fit_in_part_are_an_error(params, path, leaf, detail):
     for of_all in (rule, rule & FSDPShardingRule('fsdp', min_fsdp_size=0)):
         with pytest.raises(ShardingError) as error:
             HELPER.match_sharding_rule(of_all, state)
-        assert [(one.kind, one.detail) for one in error.value.problems] == [('params-mismatch', detail)]
+        assert [(problem.kind, problem.detail) for problem in error.value.problems] == [
+            ('params-mismatch', detail)
+        ]
     # A rule behind `|` is asked first.
     either = rule | TreePathShardingRule(('', P('fsdp')))
     assert jax.tree.leaves(HELPER.match_sharding_rule(either, state)['leaf'])[0].spec == P('fsdp')
@@ -184,8 +186,8 @@ def test_moments_equal_what_the_rule_says_of_parameters(param_rule):
     params = jax.eval_shape(lambda: PARAMS)
     state = jax.eval_shape(optax.adamw(1e-3).init, params)
     specs = HELPER.match_sharding_rule(param_rule, params)
-    given = HELPER.match_sharding_rule(OptimizerStateShardingRule(param_rule, params), state)
-    assert given[0].mu == given[0].nu == specs
+    shardings = HELPER.match_sharding_rule(OptimizerStateShardingRule(param_rule, params), state)
+    assert shardings[0].mu == shardings[0].nu == specs
 
 
 def test_the_rule_is_asked_once_about_all_parameters():
@@ -246,15 +248,17 @@ def test_memory_kinds_and_none_are_passed_on():
     inner = OptimizerStateShardingRule(
         FSDPShardingRule(min_fsdp_size=0).with_memory_kind('pinned_host'), params
     )
-    given = HELPER.match_sharding_rule(inner, state)
-    assert given['mu']['w'].memory_kind == 'pinned_host'
-    assert given['count'].memory_kind != 'pinned_host'
+    shardings = HELPER.match_sharding_rule(inner, state)
+    assert shardings['mu']['w'].memory_kind == 'pinned_host'
+    assert shardings['count'].memory_kind != 'pinned_host'
     left = OptimizerStateShardingRule(TreePathShardingRule(('w', None)), params).apply(
         {'mu': params, 'v': {'w': struct(8)}}
     )
     assert left == {'mu': {'w': None}, 'v': {'w': None}}
-    own = NamedSharding(HELPER.mesh, P('fsdp'))
-    assert HELPER.match_sharding_rule(OptimizerStateShardingRule(own, params), state)['mu']['w'] == own
+    sharding = NamedSharding(HELPER.mesh, P('fsdp'))
+    assert (
+        HELPER.match_sharding_rule(OptimizerStateShardingRule(sharding, params), state)['mu']['w'] == sharding
+    )
 
 
 def test_the_policy_of_the_parameters_holds():
@@ -263,11 +267,11 @@ def test_the_policy_of_the_parameters_holds():
     loose = TreePathShardingRule(('w', P('fsdp', 'tp')), on_indivisible='replicate')
     with pytest.raises(ShardingError, match='does not divide'):
         HELPER.match_sharding_rule(OptimizerStateShardingRule(strict, params), {'mu': params})
-    given = HELPER.match_sharding_rule(
+    shardings = HELPER.match_sharding_rule(
         OptimizerStateShardingRule(loose, params), {'mu': params, 'v_col': {'w': struct(6)}}
     )
-    assert given['mu']['w'].spec == P(None, 'tp')
-    assert given['v_col']['w'].spec == P()
+    assert shardings['mu']['w'].spec == P(None, 'tp')
+    assert shardings['v_col']['w'].spec == P()
 
 
 def test_explain_finds_unused_clauses_of_the_parameters():

@@ -72,8 +72,8 @@ def specs(draw, names, rank):
     entries = []
     for _ in range(draw(st.integers(0, rank))):
         count = draw(st.integers(0, 2))
-        taken, free = free[:count], free[count:]
-        entries.append(draw(st.sampled_from([None, ()])) if not taken else tuple(taken))
+        entry_axes, free = free[:count], free[count:]
+        entries.append(draw(st.sampled_from([None, ()])) if not entry_axes else tuple(entry_axes))
     return P(*[entry[0] if entry and len(entry) == 1 else entry for entry in entries])
 
 
@@ -111,8 +111,8 @@ def assert_parts(helper, tree, rules, parts):
     shardings = helper.match_sharding_rule(rules, tree)
     assert jax.tree.structure(shardings) == jax.tree.structure(tree)
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
-    found = [s.shard_shape(n) for s, n in zip(jax.tree.leaves(shardings), shapes, strict=True)]
-    assert found == parts
+    actual = [s.shard_shape(n) for s, n in zip(jax.tree.leaves(shardings), shapes, strict=True)]
+    assert actual == parts
     assert all(not s.spec or s.spec[-1] is not None for s in jax.tree.leaves(shardings))
 
     placed = jax.device_put(tree, shardings)

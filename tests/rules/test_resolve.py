@@ -123,13 +123,13 @@ def test_an_empty_key_of_a_tree_of_rules_is_part_of_the_path():
 
 def test_everything_that_is_wrong_is_said_at_once_in_tree_order():
     rule = TreePathShardingRule(('[ac]$', P('data')), ('d', P('dta')), ('e', P()))
-    own = PolicyShardingRule(lambda path, x: 'data' if path == 'z' else P('data'))
+    policy = PolicyShardingRule(lambda path, x: 'data' if path == 'z' else P('data'))
     tree = {
         'part': {'a': leaf(6), 'b': leaf(8), 'c': leaf(7), 'd': leaf(8), 'e': leaf(5)},
         'more': {'x': leaf(6), 'y': leaf(8), 'z': leaf(8)},
     }
     with pytest.raises(ShardingError) as error:
-        HELPER.match_sharding_rule({'part': rule, 'more': own}, tree)
+        HELPER.match_sharding_rule({'part': rule, 'more': policy}, tree)
     assert [(problem.kind, problem.leaf) for problem in error.value.problems] == [
         ('indivisible', 'more/x: float32[6]'),
         ('not-a-spec', 'more/z: float32[8]'),
@@ -235,8 +235,8 @@ def test_named_shardings_of_other_meshes_are_not(mesh, rule):
 
 
 def test_an_order_of_devices_in_a_named_sharding_is_not_dropped():
-    given = NamedSharding(HELPER.mesh, P('tp'), _logical_device_ids=(1, 0, 3, 2, 5, 4, 7, 6))
-    for rule in (given, TreePathShardingRule(('', given)), TreePathShardingRule(('', P())) & given):
+    sharding = NamedSharding(HELPER.mesh, P('tp'), _logical_device_ids=(1, 0, 3, 2, 5, 4, 7, 6))
+    for rule in (sharding, TreePathShardingRule(('', sharding)), TreePathShardingRule(('', P())) & sharding):
         with pytest.raises(ShardingError) as error:
             HELPER.match_sharding_rule(rule, {'w': leaf(8)})
         [problem] = error.value.problems
@@ -341,7 +341,7 @@ def test_a_spec_that_is_valid_once_is_checked_on_other_meshes_and_shapes(sizes, 
         return
     with pytest.raises(ShardingError) as error:
         helper.match_sharding_rule(P('data'), np.zeros(shape))
-    assert [each.kind for each in error.value.problems] == [problem]
+    assert [item.kind for item in error.value.problems] == [problem]
 
 
 @pytest.mark.parametrize(

@@ -51,12 +51,12 @@ class Config:
     ],
 )
 def test_each_rule_gets_its_subtree(rules, tree, parts):
-    found = match_subtrees(rules, tree)
+    subtrees = match_subtrees(rules, tree)
     paths = [
         [jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in leaves]
-        for leaves in (jax.tree_util.tree_leaves_with_path(part.tree) for part in found)
+        for leaves in (jax.tree_util.tree_leaves_with_path(part.tree) for part in subtrees)
     ]
-    assert list(zip([part.path for part in found], paths, strict=True)) == parts
+    assert list(zip([part.path for part in subtrees], paths, strict=True)) == parts
 
 
 def test_rules_see_paths_that_start_at_their_subtree():
@@ -94,10 +94,10 @@ def test_keys_of_equal_rules_are_equal():
     assert cache_key(P()) == P()
 
 
-def differ(place, has):
+def differ(path, has):
     return (
         'the rules do not match the structure of the tree. Where they differ, the tree has:\n'
-        f'  {place}: {has}\n'
+        f'  {path}: {has}\n'
         'What to do: give one rule for each subtree there, or one for all (in sjit, None leaves it to the '
         'compiler). Regexes on paths are for TreePathShardingRule((regex, rule), ...).'
     )

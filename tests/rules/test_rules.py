@@ -211,9 +211,9 @@ def tree_path_0_2_5(rules, strict):
     def spec(path, x):
         if math.prod(x.shape) == 1:
             return P()
-        found = [value for regex, value in rules if re.search(regex, path)]
-        assert found or not strict
-        return [*found, P()][0]
+        values = [value for regex, value in rules if re.search(regex, path)]
+        assert values or not strict
+        return [*values, P()][0]
 
     return spec
 
@@ -299,8 +299,8 @@ def test_a_rule_is_asked_once_about_all_of_its_leaves(around):
     # Each clause still says that the answer was its.
     helper = MeshShardingHelper([2, 4], ['data', 'tp'])
     rows = helper.explain(tree, TreePathShardingRule(('k[0-4]$', rule), ('k5', other), ('k', rule))).rows
-    said = {row.path: row.rule for row in rows}
-    assert (said['k3'], said['k5'], said['k7']) == tuple(
+    origins = {row.path: row.rule for row in rows}
+    assert (origins['k3'], origins['k5'], origins['k7']) == tuple(
         f"regex '{regex}' -> Counting" for regex in ('k[0-4]$', 'k5', 'k')
     )
     assert other.count == 1

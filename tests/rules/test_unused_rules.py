@@ -32,25 +32,29 @@ def by_path(*pairs):
     return TreePathShardingRule(*pairs, ('.*', P()))
 
 
-def said(function, *args):
+def warnings_of(function, *args):
     """What a call warns of; all of it is about lines of this file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         function(*args)
-    assert {each.category for each in caught} <= {UnshardedWarning}
-    assert {each.filename for each in caught} <= {__file__}
-    return [str(each.message) for each in caught]
+    assert {warning.category for warning in caught} <= {UnshardedWarning}
+    assert {warning.filename for warning in caught} <= {__file__}
+    return [str(warning.message) for warning in caught]
 
 
 def in_shard(rules, tree=PARAMS, helper=HELPER):
-    return said(lambda: helper.shard(tree, rules))
+    return warnings_of(lambda: helper.shard(tree, rules))
 
 
 def in_sjit(in_shardings, *args, out_shardings=None, helper=HELPER):
     """What the first call of a function warns of; others never do."""
     step = helper.sjit(lambda *args: args[0], in_shardings, out_shardings)
-    first = said(step, *args)
-    assert said(step, *args) == said(step, *jax.tree.map(lambda x: x[:0] if np.ndim(x) else x, args)) == []
+    first = warnings_of(step, *args)
+    assert (
+        warnings_of(step, *args)
+        == warnings_of(step, *jax.tree.map(lambda x: x[:0] if np.ndim(x) else x, args))
+        == []
+    )
     return first
 
 
@@ -80,10 +84,10 @@ def test_all_arrays_are_too_small(rule):
 
 def test_arguments_and_outputs_count_together():
     step = HELPER.sjit(lambda: PARAMS, out_shardings=FSDP)
-    assert said(step) == [f'<lambda>: {ALL_WHOLE.format("")}'] and said(step) == []
+    assert warnings_of(step) == [f'<lambda>: {ALL_WHOLE.format("")}'] and warnings_of(step) == []
     [message] = in_sjit((FSDP, P('fsdp')), PARAMS, np.ones((8, 2), 'f'), out_shardings=FSDP)
     assert message == f'<lambda>: {ALL_WHOLE.format("args[0]/")}'
-    [message] = said(HELPER.sjit(lambda p: p, args_sharding_constraint=FSDP), PARAMS)
+    [message] = warnings_of(HELPER.sjit(lambda p: p, args_sharding_constraint=FSDP), PARAMS)
     assert message == f'<lambda>: {ALL_WHOLE.format("p/")}'
 
 
@@ -125,10 +129,10 @@ def test_nothing_is_said_where_that_is_right(rules, tree, helper):
 
 def test_one_of_the_trees_of_a_call_is_enough():
     assert in_sjit((SMALL, SMALL), PARAMS, {'ema': np.zeros((8, 8), 'f')}) == []
-    one = by_path(('attention', P('fsdp')), ('mlp', P('tp')), ('embedding', P('fsdp')))
+    rule = by_path(('attention', P('fsdp')), ('mlp', P('tp')), ('embedding', P('fsdp')))
     parts = {'mlp': LAYER['mlp'], 'embeding': np.zeros((512, 512), 'f')}
-    assert len(in_sjit((one,), parts)) == 1
-    assert in_sjit((one, one), PARAMS, parts) == []
+    assert len(in_sjit((rule,), parts)) == 1
+    assert in_sjit((rule, rule), PARAMS, parts) == []
 
 
 # --- Regexes ------------------------------------------------------------------------------------------

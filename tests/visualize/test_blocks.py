@@ -32,31 +32,31 @@ def shardings(draw: st.DrawFn) -> tuple[NamedSharding, tuple[int, ...]]:
     free = list(draw(st.permutations(names)))
     spec, shape = [], []
     for _ in range(draw(st.integers(0, 4))):
-        taken = [free.pop() for _ in range(draw(st.integers(0, len(free))))]
-        spec.append(tuple(taken) or None)
-        shape.append(draw(st.integers(0, 3)) * math.prod(mesh.shape[name] for name in taken))
+        entry_axes = [free.pop() for _ in range(draw(st.integers(0, len(free))))]
+        spec.append(tuple(entry_axes) or None)
+        shape.append(draw(st.integers(0, 3)) * math.prod(mesh.shape[name] for name in entry_axes))
     return NamedSharding(mesh, PartitionSpec(*spec)), tuple(shape)
 
 
 def by_range(blocks: Blocks) -> dict[tuple[tuple[int, int], ...], set[int]]:
     """What holds which part; empty parts of a dimension are one part, as nobody can tell them apart."""
-    found: dict[tuple[tuple[int, int], ...], set[int]] = {}
+    devices_by_part: dict[tuple[tuple[int, int], ...], set[int]] = {}
     for index, devices in blocks.holders.items():
         part = tuple(
             dimension.ranges[number] for dimension, number in zip(blocks.dimensions, index, strict=True)
         )
-        found.setdefault(part, set()).update(devices)
-    return found
+        devices_by_part.setdefault(part, set()).update(devices)
+    return devices_by_part
 
 
 def expected(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[tuple[tuple[int, int], ...], set[int]]:
-    found: dict[tuple[tuple[int, int], ...], set[int]] = {}
+    devices_by_part: dict[tuple[tuple[int, int], ...], set[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         part = tuple(
             (part.indices(size)[0], part.indices(size)[1]) for part, size in zip(index, shape, strict=True)
         )
-        found.setdefault(part, set()).add(device.id)
-    return found
+        devices_by_part.setdefault(part, set()).add(device.id)
+    return devices_by_part
 
 
 @pytest.mark.medium
@@ -81,7 +81,7 @@ def test_abstract_meshes_give_positions_for_devices(case: tuple[NamedSharding, t
     real = blocks_of(sharding, shape)
     abstract = blocks_of(NamedSharding(sharding.mesh.abstract_mesh, sharding.spec), shape)
     order = [device.id for device in sharding.mesh.devices.flat]
-    named = {index: tuple(order[place] for place in group) for index, group in abstract.holders.items()}
+    named = {index: tuple(order[position] for position in group) for index, group in abstract.holders.items()}
     assert named == real.holders
     assert abstract.dimensions == real.dimensions
 

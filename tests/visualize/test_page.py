@@ -33,15 +33,15 @@ def cells_of(tree, tmp_path):
     visualize(tree).to_html(path)
     cells = ET.fromstring(path.read_text(encoding='utf-8')).iter('td')
     return {
-        each.get('title'): (re.search('background: ([^;]*)', each.get('style'))[1], each.text)
-        for each in cells
-        if each.get('title')
+        cell.get('title'): (re.search('background: ([^;]*)', cell.get('style'))[1], cell.text)
+        for cell in cells
+        if cell.get('title')
     }
 
 
 def test_blocks_of_a_grid(tmp_path):
-    found = cells_of(CASES['grid'], tmp_path)
-    assert {title: text for title, (_, text) in found.items()} == {
+    cells = cells_of(CASES['grid'], tmp_path)
+    assert {title: text for title, (_, text) in cells.items()} == {
         '[0:2, 0:8] on 1 device': '0',
         '[0:2, 8:16] on 1 device': '1',
         '[2:4, 0:8] on 1 device': '2',
@@ -51,7 +51,7 @@ def test_blocks_of_a_grid(tmp_path):
         '[6:8, 0:8] on 1 device': '6',
         '[6:8, 8:16] on 1 device': '7',
     }
-    assert len({color for color, _ in found.values()}) == 8
+    assert len({color for color, _ in cells.values()}) == 8
 
 
 def test_replicas(tmp_path):

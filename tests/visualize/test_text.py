@@ -27,14 +27,16 @@ def test_two_axes_on_one_dimension_and_another_order_of_axes(snapshot):
 
 
 @pytest.mark.parametrize(
-    'shape, said', [((), ''), ((8, 0), '\ndim 0: 8, unsharded; dim 1: 0, unsharded')], ids=['scalar', 'empty']
+    'shape, dimensions',
+    [((), ''), ((8, 0), '\ndim 0: 8, unsharded; dim 1: 0, unsharded')],
+    ids=['scalar', 'empty'],
 )
-def test_replicated(shape, said):
+def test_replicated(shape, dimensions):
     assert (
         text(leaf(shape, P()))
         == f"""\
 float32[{','.join(map(str, shape))}]
-P(): 1 block of [{','.join(map(str, shape))}], on all 8 devices{said}
+P(): 1 block of [{','.join(map(str, shape))}], on all 8 devices{dimensions}
 ┌──────┐
 │ 0..7 │
 └──────┘"""
