@@ -1,4 +1,4 @@
-"""Named axes: which mapping is active, what it does to trees, and what it can be asked."""
+"""Named axes: the active mapping, sharding trees with it, and queries."""
 
 import collections.abc
 import inspect
@@ -346,7 +346,7 @@ def test_arguments_are_called_as_by_haliax_and_have_its_order(name):
     ]
     if name == 'pspec_for':  # it has a row in docs/axes.md
         named, positional = ['mapping'], ['axes', 'mapping']
-    # Their second argument may be the mapping, or names, which the mapping follows.
+    # Their second argument may be the mapping, or names followed by the mapping.
     if name == 'shard':
         positional = ['x']
     if name == 'round_axis_for_partitioning':
@@ -366,7 +366,7 @@ def test_haliaxs_name_of_a_mapping():
 
 
 def test_specs_of_trees():
-    """As by haliax; arrays whose dimensions have no names are replicated."""
+    """Like haliax, replicates arrays whose dimensions have no names."""
     tree = {'a': hax.ones((BATCH, MLP)), 'b': np.ones((3, 4)), 'c': 2}
     mapping = {'batch': 'data', 'mlp': 'tp'}
     haliax_specs = hax.partitioning.pspec_for(tree, mapping, preserve_existing_shardings=False)
@@ -378,7 +378,7 @@ def test_specs_of_trees():
     assert pspec_for([tree['a']]) == [P(None, None)]  # no mapping is active
 
 
-# Questions -------------------------------------------------------------------------------------------
+# Queries ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Named axes: functions whose arrays are data and whose everything else is part of the program."""
+"""Named axes: compiled functions whose arrays are data, and whose other leaves are part of the program."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ with warnings.catch_warnings():
     hax = pytest.importorskip('haliax', reason='haliax is not installed')
 eqx = pytest.importorskip('equinox', reason='equinox is not installed')
 
-# haliax's own operations still ask for a name that JAX is about to drop.
+# haliax's operations still use a name that JAX has deprecated.
 pytestmark = pytest.mark.filterwarnings('ignore:jax.interpreters.pxla:DeprecationWarning')
 BATCH, EMBED, MLP = hax.Axis('batch', 16), hax.Axis('embed', 8), hax.Axis('mlp', 32)
 PARAMS = {'embed': 'data', 'mlp': 'tp'}
@@ -99,7 +99,7 @@ def test_haliax_partitions_the_same_program_the_same_way(helper):
 
 
 def noisy(w):
-    """Sums noise that only the mapping of haliax shards."""
+    """Sums noise that only haliax's mapping shards."""
     noise = hax.random.normal(jax.random.key(0), (BATCH, EMBED))
     return hax.sum(noise * w, 'batch')
 
@@ -131,7 +131,7 @@ def test_the_operations_of_haliax_read_the_mapping(helper, mapping):
 
 
 def test_the_shapes_that_haliax_derives_follow_the_mapping(helper):
-    """Code that asks haliax for mesh axes: it would compute on every device without the mapping."""
+    """Code that queries haliax for mesh axes, and would compute on every device without the mapping."""
 
     @named_jit(axis_resources={'batch': ('pod', 'data')}, mesh=helper)
     def size():
@@ -144,7 +144,7 @@ def test_the_shapes_that_haliax_derives_follow_the_mapping(helper):
 @pytest.mark.medium
 @pytest.mark.parametrize('types', [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
 def test_what_haliax_cannot_shard_is_left_alone(types):
-    """A mapping that gives an array a mesh axis twice; Explicit axes."""
+    """A mapping that uses a mesh axis twice in an array, and Explicit axes."""
     helper = MeshShardingHelper([4, 2], ['data', 'tp'], axis_types=types)
     mapping = {'batch': 'data', 'embed': 'data' if types == jax.sharding.AxisType.Auto else 'tp'}
     w = hax.ones((EMBED,))
@@ -171,7 +171,7 @@ def test_arguments_may_change_in_a_function_that_is_traced_once_more(helper):
 
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')  # of hax.dot
 def test_layers_of_haliax_constrain_their_results_as_by_haliax(helper):
-    """Linear layers read the mapping, under which heads and mlp have one mesh axis as in Levanter."""
+    """Linear layers read the mapping, in which heads and mlp share a mesh axis, as in Levanter."""
     if not hasattr(jax.core, 'is_constant_dim'):
         pytest.skip('haliax uses what newer JAX lacks')
     mapping = {'batch': 'data', 'mlp': 'tp', 'heads': 'tp'}
@@ -433,7 +433,7 @@ def test_options_of_jit_pass_through(helper):
     for keep, operands in ((True, 2), (False, 1)):
         lowered = named_jit(lambda x, y: x, keep_unused=keep, mesh=helper).lower(x, x)
         assert lowered.as_text().partition('->')[0].count('tensor<8xf32>') == operands
-    # Haliax names these; None is JAX's default.
+    # Options that haliax has; None is JAX's default.
     named_jit(lambda x: x, keep_unused=False, backend=None, inline=None, mesh=helper)(x)
 
 

@@ -1,4 +1,4 @@
-"""Named axes: what compiled functions say of calls and options that make no sense."""
+"""Named axes: errors about invalid calls and options of compiled functions."""
 
 import re
 import warnings
@@ -27,7 +27,7 @@ def helper():
 
 
 def exactly(message):
-    # JAX adds lines of its own to an error out of a trace.
+    # JAX adds lines to an error that a trace raises.
     return f'^{re.escape(message)}($|\n-----)'
 
 

@@ -1,4 +1,4 @@
-"""Sharded operations: the same values wherever the operands lie, under every transformation."""
+"""Sharded operations give the same values for all shardings of the operands, under every transformation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Array = jax.Array
 
 
 def mesh_of(*types: AxisType) -> Mesh:
-    """Four devices in two rows, with axes of these types."""
+    """Returns a 2x2 mesh with axes of these types."""
     return Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ('x', 'y'), axis_types=types)
 
 
@@ -89,7 +89,7 @@ def transposed(ctx: FactorContext, x: Array) -> Array:
 
 @sharded_op('a b -> b a')
 def exchanged(ctx: FactorContext, x: Array) -> Array:
-    """A transpose by way of all_to_all and back, which gives the same."""
+    """Transposes, after an all_to_all and its inverse."""
     parts = ctx.all_to_all(x, 'a', 1, 0, tiled=True)
     return ctx.all_to_all(parts, 'a', 0, 1, tiled=True).T
 
@@ -120,12 +120,12 @@ def test_every_placement_gives_the_same(name: str, types: tuple[AxisType, ...]) 
 
 @pytest.mark.slow
 def test_every_placement_on_a_mesh_of_two_axes(mesh: Mesh) -> None:
-    # Each axis along rows, columns or neither; without those that mix types of axes in one dimension.
+    # Each mesh axis shards rows, columns or neither; axes of different types do not share a dimension.
     count = 9 if len(set(mesh.axis_types)) == 1 else 7
     assert count_equal_placements(norms, (NUMBERS,), mesh) == count
 
 
-# --- Where it runs ---------------------------------------------------------------------------------
+# --- Contexts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.medium
@@ -154,7 +154,7 @@ def test_no_mesh_at_all() -> None:
 
 
 def recording() -> tuple[Callable[..., Any], list[Any]]:
-    """An operation, and what its function saw each time that JAX traced it."""
+    """Returns an operation, and a list of what its function saw in each trace."""
     seen: list[Any] = []
 
     @sharded_op('b c -> b c')

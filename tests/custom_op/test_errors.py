@@ -1,4 +1,4 @@
-"""What is wrong with a sharded operation is said before anything is compiled, in these words."""
+"""Errors of sharded operations, which are raised before anything is compiled."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_results_of_another_shape(snapshot: Snapshot) -> None:
 
 
 def test_blocks_of_another_shape(snapshot: Snapshot) -> None:
-    # Of equal sizes, so that only blocks show the mistake.
+    # The sizes are equal, so that only the trace on blocks shows the mistake.
     turned = op('b c -> c b', lambda ctx, x: x)
     snapshot(message(RuleError, lambda: turned(np.ones((4, 4)))))
 
@@ -140,7 +140,7 @@ def test_a_factor_that_is_never_combined(snapshot: Snapshot) -> None:
 
 
 def test_half_a_reduction_is_found() -> None:
-    # The maximum is combined and the sum is not: a look at which collectives there are would not do.
+    # The maximum is combined but the sum is not, so a check for any collective would not be enough.
     def total(ctx: FactorContext, x: Array) -> Array:
         top = ctx.pmax(x.max(axis=-1), 'c')
         return top + jnp.log(jnp.exp(x - top[:, None]).sum(axis=-1))

@@ -1,4 +1,4 @@
-"""Gradients of operations whose operands lie in all sorts of ways over Explicit axes."""
+"""Gradients of operations for many shardings of the operands over Explicit axes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support import ROOT, gradient_cases
 
 @pytest.fixture(scope='module')
 def output() -> str:
-    """What one process says that tries all operations; XLA may end it."""
+    """Returns the output of a process that tries all operations, because XLA may abort the process."""
     return subprocess.run(
         [sys.executable, '-m', 'tests.support.gradient_cases', *gradient_cases.SHAPES],
         env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)},

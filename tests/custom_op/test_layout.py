@@ -1,4 +1,4 @@
-"""Which mesh axes each factor gets: pure, from specs."""
+"""The mesh axes of each factor, computed from specs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a report in a real browser: what is seen of it, wide and narrow, hostile, and in a notebook."""
+"""The page of a report in a real browser: wide and narrow, with hostile names, and in a notebook."""
 
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -13,7 +13,7 @@ AT_FIRST = ['embed', 'layers/{0..11}', 'norm', 'up', 'step']
 
 @pytest.fixture
 def opened(browser, tmp_path):
-    """Opens a report in a window of a given width; at the end the console must have nothing to say."""
+    """Opens a report in a window of a given width; the console must be empty at the end."""
 
     def open_report(shown_report=None, width=1280, **options):
         path = tmp_path / 'report.html'
@@ -26,7 +26,7 @@ def opened(browser, tmp_path):
 
 
 def cells(root, column):
-    """The texts of a column of the tree, without those of what is folded away."""
+    """Returns the texts in a column of the tree, without collapsed rows."""
     rows = root.find_elements(By.CSS_SELECTOR, '.tree .row:not(.heads)')
     shown = [row for row in rows if row.is_displayed()]
     return [row.find_elements(By.CSS_SELECTOR, '.name, .cell')[column].text for row in shown]
@@ -122,7 +122,7 @@ def test_hostile_names_are_text_and_run_nothing(browser, opened):
 
 
 def notebook(browser, tmp_path, *parts, style='', **options):
-    """A page of another project, with a table of its own, and reports in it."""
+    """Opens a page of another project, with a table of its own, that contains reports."""
     path = tmp_path / 'page.html'
     path.write_text(
         '<!DOCTYPE html><meta charset="utf-8"><link rel="icon" href="data:,">'
@@ -147,7 +147,7 @@ def test_reports_on_one_page_do_not_disturb_one_another(browser, tmp_path):
     assert cells(first, 0) == AT_FIRST
     assert cells(second, 0) == ['c10/w', 'c9/w', 'a/w', 'b/w']
     assert cells(third, 0) == ['embed']
-    # Nor the page around them: its styles stay outside, and ours inside.
+    # Styles of the page do not affect reports, and styles of reports do not affect the page.
     cell = browser.driver.find_element(By.CSS_SELECTOR, '#mine td')
     assert cell.value_of_css_property('color') == 'rgba(1, 2, 3, 1)'
     assert first.find_element(By.CSS_SELECTOR, 'h1').value_of_css_property('font-size') == '21px'
@@ -174,5 +174,5 @@ def test_without_scripts_it_is_whole_and_folds(browser_without_scripts, tmp_path
     assert cells(root, 0) == ['embed', 'layers/{0..11}', 'step']
     assert root.find_element(By.TAG_NAME, 'h1').text == 'Title'
     assert browser.overflow() == 0
-    # What the browser says is only that it was told to run no scripts.
+    # The browser only reports that it may not run scripts.
     assert all('script' in complaint.lower() for complaint in browser.complaints())

@@ -1,4 +1,4 @@
-"""Reports as HTML: what is written, without a browser (explain/test_browser.py opens it)."""
+"""Reports as HTML, without a browser (for a browser see explain/test_browser.py)."""
 
 import dataclasses
 import re
@@ -23,7 +23,7 @@ def written(report, tmp_path, **options):
 
 
 def static_of(part):
-    """Part of a notebook without its script."""
+    """Returns a part of a notebook without its script."""
     return re.search(r'<div class="scalax-static">\n(.*)\n</div>\n</div>', part, re.DOTALL)[1]
 
 

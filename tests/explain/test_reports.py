@@ -172,8 +172,8 @@ EXAMPLES = examples(300)
 
 
 def unfolded(name):
-    """The paths that a name stands for, read from its text."""
-    # Braces that a key has itself, such as l_{1,2}_0, are no numbers.
+    """Returns the paths that a folded name stands for, parsed from its text."""
+    # Braces in a key, such as l_{1,2}_0, are not folded numbers.
     match = re.search(r'\{([0-9.,]+)\}(?=/|$)', name)
     if match is None:
         return [name]
@@ -424,7 +424,7 @@ def test_a_hostile_report():
     ],
 )
 def test_values_of_other_types(changes, why):
-    """As somebody who edits a golden file may write them."""
+    """Values that a manually edited golden file may contain."""
     with pytest.raises(DataError) as error:
         ShardingReport.load(one_row(**changes))
     assert str(error.value) == (
@@ -489,7 +489,7 @@ def test_reports_say_what_they_take():
 
 
 def test_what_is_unreduced_is_not_replicated():
-    """Each device holds a part of a sum, in as many bytes as the whole array has."""
+    """Each device holds a partial sum of the size of the global array."""
     specs = {
         'parts': P(unreduced={'tp', 'fsdp'}),
         'cut': P('fsdp', unreduced={'tp'}),

@@ -1,4 +1,4 @@
-"""The ready tables, name by name, and the rules made of them. Whole models: test_catalogue_models.py."""
+"""The tables of the catalogue, name by name, and their rules. Entire models: test_catalogue_models.py."""
 
 import math
 import pickle
@@ -39,7 +39,7 @@ TABLES = {'LLAMA': LLAMA, 'GEMMA': GEMMA, 'MIXTRAL': MIXTRAL, 'GPT': GPT, 'GPT2'
 COLUMN, ROW = P('fsdp', 'tp'), P('tp', 'fsdp')
 MATRIX, HEADS, VECTOR = (64, 128), (64, 4, 16), (64,)
 
-# (table, leaf path, shape, spec): every name that a row is for, at least once.
+# (table, leaf path, shape, spec): every name that a row matches, at least once.
 NAMES = [
     *[
         (LLAMA, path, MATRIX, COLUMN)
@@ -207,7 +207,7 @@ NAMES = [
 
 
 def tree(leaves):
-    """{'a/b/kernel': (2, 3)} -> a flat dict of abstract arrays, whose leaf paths are its keys."""
+    """Converts {'a/b/kernel': (2, 3)} to a flat dict of abstract arrays, whose leaf paths are its keys."""
     return {path: jax.ShapeDtypeStruct(shape, 'float32') for path, shape in leaves.items()}
 
 
@@ -483,7 +483,7 @@ def test_wrong_arguments_of_activations(layout, arguments, message):
 
 @pytest.mark.parametrize('layout', [TENSOR_PARALLEL, SEQUENCE_PARALLEL])
 def test_the_names_of_a_layout_are_those_of_the_example(layout):
-    """A name that the model does not use would warn, which is an error here, and so would a wrong rank."""
+    """A name that the model does not use would warn, and a warning or a wrong rank is an error."""
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
     config = ModelConfig(width=32, layers=2, heads=4, kv_heads=2)
     step = helper.sjit(

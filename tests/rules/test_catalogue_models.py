@@ -1,4 +1,4 @@
-"""The ready tables on real models at full size: does every large leaf use all of fsdp and tp?"""
+"""The tables of the catalogue on real models at full size: every large leaf is sharded over fsdp and tp."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ T5_PARAMETERS = 11_135_332_352
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, the table for it, and where its layers lie."""
+    """A model, its table, and the paths of its layers."""
 
     table: Table
     build: Callable[[bool], Any]  # of whether layers are stacked
@@ -121,8 +121,7 @@ CASES = {
 
 LAYOUTS = pytest.mark.parametrize('stacked', [False, True], ids=['unrolled', 'stacked'])
 ALL_CASES = pytest.mark.parametrize('name', CASES)
-# Eighty layers and more take long to make one by one. Smaller models have the same ones; those of these are
-# stacked.
+# Models of eighty layers or more take long to build unrolled, so their layers are stacked.
 DEEP = ('llama 405B linen', 'llama 70B maxtext')
 CASES_UNROLLED = [pytest.param(name, marks=pytest.mark.slow) if name in DEEP else name for name in CASES]
 IN_EACH_LAYOUT = pytest.mark.parametrize(
@@ -168,7 +167,7 @@ def test_the_model_is_the_published_one(name, stacked):
     assert {leaf.dtype for leaf in leaves} == {jnp.dtype('bfloat16')}
 
 
-# What is above 1 MB and not split over all of fsdp and tp, leaf by leaf: the axes that it uses, and why.
+# Leaves above 1 MB that are not sharded over all of fsdp and tp: the axes that shard them, and the reason.
 # docs/rules.md has the same table.
 PATCHES = 'of (14, 14, 3, 1280) only the features divide, and fsdp has them'
 NORMS = 'a stack of vectors, of which a layer uses 32 KiB at most'
@@ -253,7 +252,7 @@ def test_a_stack_lies_as_its_layers_do(name):
 
 
 def stack_of(name):
-    """The stacked leaves alone, by their paths."""
+    """Returns the stacked leaves, by their paths."""
     return {
         path: leaf for path, leaf in flatten_tree(built(name, True), sep='/').items() if in_layers(name, path)
     }
@@ -269,7 +268,7 @@ def test_stacked_by_regex_is_stacked_by_method(name):
 @pytest.mark.medium
 @ALL_CASES
 def test_layers_are_never_sharded_by_accident(name):
-    # Without `stacked`, and whatever divides: an error for every leaf of the stack.
+    # Without `stacked` every leaf of the stack is an error, even if its dimensions divide.
     case = CASES[name]
     with pytest.raises(ShardingError) as caught:
         case.helper.match_sharding_rule(rule(case.table, on_indivisible='replicate'), built(name, True))
@@ -278,7 +277,7 @@ def test_layers_are_never_sharded_by_accident(name):
 
 
 def test_rows_of_split_heads_do_not_hide_a_forgotten_stack():
-    # A stack of (in, out) has the rank of (in, heads, head_dim); the matrices of the MLP tell.
+    # A stack of (in, out) has the rank of (in, heads, head_dim), but the matrices of the MLP show the error.
     table = (*SPLIT_HEADS, *LLAMA)
     with pytest.raises(ShardingError) as caught:
         POD.match_sharding_rule(rule(table, on_indivisible='replicate'), built('llama 8B linen', True))

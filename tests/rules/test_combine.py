@@ -1,4 +1,4 @@
-"""A mesh axis that two rules, or one, would place twice: an error, or a line of a report, names them all."""
+"""A mesh axis used twice, by one rule or two: an error, or a line of a report, names the rules."""
 
 import pytest
 from jax.sharding import PartitionSpec as P

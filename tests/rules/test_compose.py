@@ -1,4 +1,4 @@
-"""Rules combined: the table of precedence, case by case, the laws of the operators, and rules as values."""
+"""Composed rules: the table of precedence, case by case, the laws of the operators, and rules as values."""
 
 import functools
 import itertools
@@ -48,7 +48,7 @@ def leaf_w(*shape):
 
 
 def spec_of(rule, shape=(16, 8), path='w', helper=None):
-    """The spec of one leaf; None where the compiler decides; 'error' where the rule has no spec for it."""
+    """Returns the spec of one leaf: None if the compiler decides, 'error' if the rule raises."""
     tree = {path: jax.ShapeDtypeStruct(shape, 'float32')}
     try:
         spec = (helper or mesh_4x2()).explain(tree, rule).rows[0].spec
@@ -67,7 +67,7 @@ def last_on_tp(path, leaf):
 
 
 class FirstOnTp(ShardingRule):
-    """A user's rule: it answers every leaf."""
+    """A user's rule, which answers every leaf."""
 
     def __eq__(self, other):
         return type(other) is FirstOnTp
@@ -83,7 +83,7 @@ class FirstOnTp(ShardingRule):
 
 
 class Inherited(TreePathShardingRule):
-    """As in programs for 0.2.5: a subclass of a built-in rule, with an `apply` of its own."""
+    """A subclass of a built-in rule that overrides `apply`, as in programs for 0.2.5."""
 
     def apply(self, pytree):
         return jax.tree.map(lambda leaf: P('tp'), pytree)
@@ -99,7 +99,7 @@ NO_ANSWER = FSDPShardingRule('fsdp', min_fsdp_size=10**9)
 @pytest.mark.parametrize(
     ('first', 'either', 'both'),
     [
-        # What b = FSDP says alone is P('fsdp').
+        # b = FSDP alone gives P('fsdp').
         pytest.param(by_path(P('tp')), P('tp'), P('tp', 'fsdp'), id='a spec'),
         pytest.param(by_path(P(None, 'tp')), P(None, 'tp'), P('fsdp', 'tp'), id='another dimension'),
         pytest.param(by_path(P('tp', 'fsdp')), P('tp', 'fsdp'), P('tp', 'fsdp'), id='full'),
@@ -288,7 +288,7 @@ AXES = 'abcd'
 
 @st.composite
 def specs(draw, shape, helper):
-    """A valid spec: each mesh axis goes to some dimension that still divides by it, or to none."""
+    """Draws a valid spec: each mesh axis shards a dimension that still divides by it, or none."""
     entries = [()] * len(shape)
     for axis in draw(st.permutations(helper.axis_names)):
         dim = draw(st.integers(-1, len(shape) - 1))
@@ -300,7 +300,7 @@ def specs(draw, shape, helper):
 
 @st.composite
 def rules(draw, shape, helper, depth=2):
-    """Rules of any kind, one inside another."""
+    """Draws nested rules of all kinds."""
     inner = rules(shape, helper, depth - 1)
     kind = draw(st.integers(0, 8 if depth else 5))
     if kind <= 1:
@@ -338,7 +338,7 @@ def test_or_is_associative_and_takes_the_first_answer(situation):
     helper, shape, (a, b, c) = situation
     assert (a | b) | c == a | (b | c)
     assert hash((a | b) | c) == hash(a | (b | c))
-    # The classes do not flatten by themselves, so this is the law itself.
+    # The constructors do not flatten, so this tests the law itself.
     left, right = FirstAnswer((FirstAnswer((a, b)), c)), FirstAnswer((a, FirstAnswer((b, c))))
     results = [spec_of(rule, shape, helper=helper) for rule in (left, right, a | b | c)]
     assert results[0] == results[1] == results[2]

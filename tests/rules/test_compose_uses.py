@@ -32,13 +32,13 @@ MEGATRON = TreePathShardingRule(('up', P(None, 'tp')), ('down', P('tp')), ('.*',
 
 
 class Inherited(TreePathShardingRule):
-    """As in programs for 0.2.5: a subclass of a built-in rule, with an `apply` of its own."""
+    """A subclass of a built-in rule that overrides `apply`, as in programs for 0.2.5."""
 
     def apply(self, pytree):
         return jax.tree.map(lambda leaf: P(*[None] * (len(leaf.shape) - 1), 'tp'), pytree)
 
 
-# --- In trees of rules, and one inside another -----------------------------------------------------
+# --- In trees of rules, and nested -----------------------------------------------------------------
 
 
 LAYERS = {'up': leaf(16, 64), 'down': leaf(64, 16), 'norm': leaf(16)}
@@ -147,7 +147,7 @@ def test_and_never_shards_the_layers_of_two_stacks(cube):
     assert specs(cube, BY_PATH.stacked().stacked() & OVER_DATA, {'w': leaf(4, 16, 64, 64)}) == {
         'w': P(None, None, 'fsdp', 'tp')
     }
-    # Another stack, and one whose rule has no answer: nobody knows it for a stack then.
+    # Another stack, and a stack whose rule has no answer, so that `&` does not treat it as a stack.
     assert specs(cube, FSDP.stacked() & OVER_DATA, {'w': leaf(16, 64, 7)}) == {'w': P(None, 'fsdp')}
     assert specs(cube, FSDP.stacked() & OVER_DATA, {'w': leaf(16, 7, 7)}) == {'w': P('data')}
 
@@ -356,7 +356,7 @@ def test_shardings_of_two_meshes_are_an_error(helper):
 def test_a_composed_rule_is_pure_if_its_parts_are():
     pure = MEGATRON & FSDPShardingRule('fsdp', min_fsdp_size=64)
     assert are_pure(pure) and are_pure((STRICT_MISS | P('tp')).stacked().with_memory_kind('pinned_host'))
-    # What may change its mind, or warns, is asked each time.
+    # Rules that are not pure, or that warn, are called each time.
     warns = TreePathShardingRule(('w', P()), on_indivisible='warn')
     for rule in (PolicyShardingRule(lambda *_: P()), FirstOnTp(), Inherited(('x', P())), warns):
         for composed in (
@@ -372,7 +372,7 @@ def test_explain_says_who_did_what(helper):
     assert rows['up'].rule == f"regex 'up' & {FSDP!r}"
     assert rows['up'].reason == 'dimension 0 of size 16 divides by 4'
     assert rows['norm'].why == "regex '.*': 16 elements < min_fsdp_size 64"
-    # Written with a trailing None, a full spec is still the first rule's alone.
+    # A trailing None makes no difference: the first rule alone decides a full spec.
     row = helper.explain({'w': leaf(16, 64)}, FSDP & P(None, 'fsdp')).rows[0]
     assert row.rule == repr(FSDP)
 
@@ -450,7 +450,7 @@ def test_idle_regexes_are_found_inside_compositions(helper):
 
 @dataclasses.dataclass
 class Unhashable(ShardingRule):
-    """A plain dataclass has `==`, and so no hash."""
+    """A plain dataclass defines `==`, and therefore has no hash."""
 
     def apply(self, pytree):
         return jax.tree.map(lambda leaf: P('tp'), pytree)

@@ -1,4 +1,4 @@
-"""Composed rules as values: what may stand beside an operator, comparing, printing, pickling."""
+"""Composed rules as values: operands of the operators, equality, repr, pickling."""
 
 import copy
 import pickle
@@ -30,7 +30,7 @@ def by_path(value, **options):
     return TreePathShardingRule(('w', value), **options)
 
 
-# --- What stands beside an operator ----------------------------------------------------------------
+# --- Operands --------------------------------------------------------------------------------------
 
 
 def test_a_named_sharding_is_taken_on_both_sides(helper):

@@ -86,7 +86,7 @@ def test_or_takes_the_first_answer(situation: Situation) -> None:
     resolve = Resolver(situation.mesh, situation.tree)
     assert (a | b) | c == a | (b | c)
     assert hash((a | b) | c) == hash(a | (b | c))
-    # A term in brackets that `|` cannot look into.
+    # A nested rule that `|` does not flatten.
     grouped = TreePathShardingRule(('', b | c)) if one_element_free(situation.tree) else b | c
     assert resolve((a | b) | c) == resolve(a | grouped)
 

@@ -36,7 +36,7 @@ LARGEST = 40_000  # elements of a tree that is placed
 
 
 def assert_names(error: ScalaxError | None, tree: Any, expected: list[Outcome], bad: Sequence[Any]) -> bool:
-    """An error names exactly the leaves that are wrong; returns whether there was one."""
+    """Asserts that an error names exactly the wrong leaves, and returns whether there was an error."""
     names = [shown(path, leaf) for path, leaf in named_leaves(tree)]
     wrong = [name for name, result in zip(names, expected, strict=True) if result.spec in bad]
     if not wrong:
@@ -51,7 +51,7 @@ def assert_names(error: ScalaxError | None, tree: Any, expected: list[Outcome], 
 
 
 def unfolded(line: str) -> list[str]:
-    """The lines that one of an error stands for: ``rest/{0,2..4}: 4 x int32[8]``."""
+    """Returns the leaves that one line of an error stands for: ``rest/{0,2..4}: 4 x int32[8]``."""
     folded = re.fullmatch(r'(.*)\{([\d,.]+)\}(.*: )\d+ x (.*)', line)
     if folded is None:
         return [line]
@@ -61,11 +61,11 @@ def unfolded(line: str) -> list[str]:
 
 
 def assert_placed(helper: MeshShardingHelper, tree: Any, shardings: Any, report: ShardingReport) -> None:
-    """Arrays take the shardings, weigh what the report says, and come back as they were."""
+    """Asserts that arrays take the shardings, use the bytes of the report, and keep their values."""
     placed = jax.device_put(tree, shardings)
     for leaf, sharding, row in zip(*map(jax.tree.leaves, (placed, shardings)), report.rows, strict=True):
         is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        # JAX writes the specs of keys in another way.
+        # JAX reports the specs of PRNG keys in another form.
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim) if is_key else leaf.sharding == sharding
         shards = [shard.data for shard in leaf.addressable_shards]
         assert len(shards) == helper.mesh.size
@@ -96,7 +96,7 @@ def test_arrays_get_what_the_table_says(situation: Situation) -> None:
         hypothesis.event('an error')
         assert isinstance(refused, ShardingError)
         return
-    # Parameters are asked about by themselves too, before it is known what was taken of their copies.
+    # An optimizer state rule also resolves parameters without occupied axes, which may warn more.
     more = any(mentions(term, lambda result: isinstance(result, State)) for term in terms)
     assert any(result.warns for result in expected) == warned or (warned and more)
 

@@ -1,4 +1,4 @@
-"""The policies for dimensions that do not divide, and what each makes of a spec."""
+"""The policies for dimensions that do not divide, applied to specs."""
 
 import pytest
 from jax.sharding import AxisType

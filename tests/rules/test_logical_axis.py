@@ -1,4 +1,4 @@
-"""WHAT: names of dimensions map to mesh axes. Names that leaves hold themselves: interop/test_boxes.py."""
+"""Names of dimensions and their mesh axes. Leaves that name their dimensions: interop/test_boxes.py."""
 
 import dataclasses
 import pickle
@@ -26,7 +26,7 @@ from scalax.sharding import (
 )
 from tests.support.leaves import leaf
 
-# One mapping, for the laptop and for the pod.
+# One mapping for small and large meshes.
 MAPPING = {
     'batch': ('replica', 'data', 'fsdp', 'expert'),
     'sequence': 'context',
@@ -43,7 +43,7 @@ POD = {'data': 4, 'fsdp': 16, 'tp': 8, 'expert': 2, 'context': 4}
 
 
 def helper_for(sizes):
-    """A helper over a mesh of any size: no devices are needed to resolve."""
+    """Returns a helper for a mesh of any size, because resolving needs no devices."""
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     return MeshShardingHelper.from_mesh(mesh)
 
@@ -97,7 +97,7 @@ def test_one_mapping_serves_the_laptop_and_the_pod(names, shape, laptop, pod):
         ('batch embed mlp', 'data fsdp tp', P(('data', 'fsdp'), 'tp', None)),
         ('mlp embed', 'data tp', P('tp', None)),
         ('(mlp embed)', 'fsdp tp', P(('tp', 'fsdp'))),
-        # What the table leaves to the text below it.
+        # Cases that the text below the table describes.
         ('embed batch', 'data fsdp', P('fsdp', 'data')),  # no pair is free: what is left of the first
         ('mlp embed two', 'data fsdp tp pp', P('tp', 'fsdp', 'data')),  # the same, of two pairs
         ('unsharded', 'fsdp', P(None)),
@@ -133,7 +133,7 @@ def test_the_first_regex_counts():
 
 
 def test_names_may_be_words_of_python():
-    """Of which einops warns."""
+    """Names may be Python keywords, about which einops warns."""
     rule = LogicalAxisShardingRule({'in': 'fsdp', 'axis': 'tp', 'not_in': None}, [('w', '(in axis) not_in')])
     assert rule.apply({'w': leaf(16, 2)}) == {'w': P(('fsdp', 'tp'), None)}
     assert _einops_pattern.parse('in (lambda out) axis').dimensions == (('in',), ('lambda', 'out'), ('axis',))
@@ -260,7 +260,7 @@ def test_axes_that_do_not_divide_are_free_for_the_dimensions_behind(names, shape
 
 
 def test_the_leaves_that_warnings_name_are_those_of_the_tree():
-    """Also where the rule is asked about others: parameters, layers of a stack."""
+    """The rule may resolve other leaves, such as parameters or layers of a stack."""
     rule = LogicalAxisShardingRule({'a': 'x', 'b': 'y'}, [('w', 'a b')], on_indivisible='warn')
     state = {'mu': {'w': leaf(3, 8)}, 'nu': {'w': leaf(3, 8)}, 'row': {'w': leaf(8)}}
     of_state = OptimizerStateShardingRule(rule, {'w': leaf(3, 8)})
@@ -313,7 +313,7 @@ def test_beside_other_rules():
 def test_filling_what_another_rule_left_chooses_among_the_axes_that_are_left():
     pairs = [('embed', 'fsdp'), ('mlp', 'tp'), ('mlp', 'fsdp')]
     rule = P('tp') & LogicalAxisShardingRule(pairs, [('', 'embed mlp')])
-    # embed is spoken for, so it takes no fsdp away from mlp; tp is in use, so mlp takes its next pair.
+    # An earlier rule shards embed, so it does not use fsdp; tp is in use, so mlp uses its next pair.
     assert rule.apply(leaf(8, 8)) == P('tp', 'fsdp')
 
 

@@ -1,4 +1,4 @@
-"""What is said about names of dimensions that do not fit, and how patterns are read."""
+"""Errors about names of dimensions that do not fit, and the parsing of patterns."""
 
 import hypothesis
 import pytest

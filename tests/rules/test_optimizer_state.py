@@ -1,4 +1,4 @@
-"""A state is sharded as its parameters are: every kind of optimizer, on real shardings; messages; values."""
+"""States are sharded like their parameters: optimizers of all kinds, on real shardings."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -72,7 +72,7 @@ def path_to_leaf(tree):
 
 # --- Optimizers, on real shardings ----------------------------------------------------------------
 
-# Each with the statistics that it keeps of every parameter: prefixes of state paths.
+# Each with the path prefixes of the statistics that it keeps for every parameter.
 OPTIMIZERS = {
     'adamw': (optax.adamw(1e-3), ['0/mu', '0/nu']),
     'sgd': (optax.sgd(1e-3, momentum=0.9), ['0/trace']),
@@ -106,7 +106,7 @@ OPTIMIZERS = {
 
 
 def assert_mirrors(state: Any, params: Any, everywhere: list[str]) -> int:
-    """Every leaf at a parameter's path and of its shape is sharded as the parameter; returns how many."""
+    """Asserts that copies of parameters are sharded like the parameters, and returns their number."""
     by_path, seen = path_to_leaf(params), 0
     leaves = path_to_leaf(state)
     for name, param in by_path.items():
@@ -121,15 +121,14 @@ def assert_mirrors(state: Any, params: Any, everywhere: list[str]) -> int:
 
 @pytest.mark.parametrize('name', OPTIMIZERS)
 def test_the_state_of_each_is_placed_as_its_parameters(name):
-    """Without compiling anything."""
+    """Resolves the shardings of abstract arrays, without compiling anything."""
     optimizer, everywhere = OPTIMIZERS[name]
     rule = OptimizerStateShardingRule(BY_PATH, PARAMS)
     state = HELPER.abstract(jax.eval_shape(optimizer.init, PARAMS), rule)
     assert assert_mirrors(state, HELPER.abstract(PARAMS, BY_PATH), everywhere) >= 3
 
 
-# States of other structures: statistics of every parameter, of some, of several steps, and beside others.
-# `make test-all` computes all.
+# Other structures: statistics of all parameters, of some parameters, of several steps, and nested ones.
 COMPUTED = ('adamw', 'MultiSteps', 'lbfgs', 'multi_transform', 'muon')
 
 
@@ -172,7 +171,7 @@ def test_history_is_a_stack_of_copies():
 
 
 def test_adafactor_factors_take_the_dimensions_they_keep():
-    # optax leaves out the largest dimension for v_row, the second largest for v_col.
+    # optax drops the largest dimension for v_row, and the second largest for v_col.
     params = {
         'tall': struct(512, 256),
         'wide': struct(256, 512),
@@ -219,7 +218,7 @@ def test_adafactor_factors_take_the_dimensions_they_keep():
     'shape', [(256, 512), (512, 256), (256, 256), (2, 256, 256), (256, 2, 256), (128, 256, 384)]
 )
 def test_factors_agree_with_a_reduction_in_xla(shape):
-    """What XLA itself gives a mean over the dimension that optax leaves out."""
+    """Compares with the sharding of a mean over the dimension that optax drops."""
     mesh = MeshShardingHelper([2, 2, 2], ['a', 'b', 'c'], axis_types=AxisType.Explicit)
     spec = P(*['a', 'b', 'c'][: len(shape)])
     rule = OptimizerStateShardingRule(spec, {'w': struct(*shape)})
@@ -306,7 +305,7 @@ def test_where_several_dimensions_fit_nothing_is_guessed():
 
 
 def test_parameters_named_like_parts_of_the_state():
-    # 'w' and 'mu/w' both end the path of the first one's moment.
+    # The path of the moment of 'w' ends with both 'w' and 'mu/w'.
     params = {'w': struct(8, 16), 'mu': {'w': struct(8, 16), 'b': struct(8)}}
     specs = {'w': P('a'), 'mu': {'w': P('b'), 'b': P('c')}}
     state = jax.eval_shape(optax.adamw(1e-3).init, params)
@@ -314,7 +313,7 @@ def test_parameters_named_like_parts_of_the_state():
     assert rule.apply(state)[0].mu == specs
     assert rule.apply(state)[0].nu == specs
     assert rule.apply({'params': params, 'opt_state': state})['params'] == specs
-    # Also where a rule sees a part of the state only.
+    # The same for a rule that only sees a part of the state.
     both = TreePathShardingRule(('mu/w$', rule), ('', P()))
     assert both.apply(state)[0].mu == {'w': P('a'), 'mu': {'w': P('b'), 'b': P()}}
 
@@ -368,7 +367,7 @@ def test_states_without_statistics_are_no_error():
 
 
 def test_what_fits_no_parameter_is_left_to_a_rule_in_front():
-    # GaLore keeps projections, whose shapes say nothing of the parameter's dimensions.
+    # GaLore keeps projections, whose shapes are unrelated to the dimensions of the parameter.
     params = {'w': struct(256, 512), 'b': struct(512)}
     state = jax.eval_shape(optax.contrib.scale_by_galore(rank=64).init, params)
     rule = OptimizerStateShardingRule({'w': P('a', 'b'), 'b': P('b')}, params)
@@ -406,8 +405,8 @@ def test_what_mirrors_a_parameter_equals_it(tree, data):
     def is_copy(node):
         return jax.tree.structure(node, is_leaf=is_spec) == structure
 
-    # Wherever the state holds a tree of the parameters' structure, it is their specs. (That of a lone
-    # array is any leaf's, so it lies in a tuple.)
+    # Subtrees of the state with the structure of the parameters have their specs. (A single array is put
+    # into a tuple, because any leaf has its structure.)
     copies = [
         node for node in jax.tree.leaves(result, is_leaf=lambda x: is_copy(x) or is_spec(x)) if is_copy(node)
     ]

@@ -1,4 +1,4 @@
-"""The rule that shards optimizers' states: what each shape gets, whole messages, the rule as a value."""
+"""The optimizer state rule: the spec for each shape, the text of messages, the rule as a value."""
 
 import copy
 import dataclasses
@@ -133,7 +133,7 @@ def test_params_that_fit_in_part_are_an_error(params, path, leaf, detail):
         assert [(problem.kind, problem.detail) for problem in error.value.problems] == [
             ('params-mismatch', detail)
         ]
-    # A rule behind `|` is asked first.
+    # The rule after `|` answers first.
     either = rule | TreePathShardingRule(('', P('fsdp')))
     assert jax.tree.leaves(HELPER.match_sharding_rule(either, state)['leaf'])[0].spec == P('fsdp')
 
@@ -147,7 +147,7 @@ def test_a_train_state_that_holds_more_than_parameters():
     assert set(jax.tree.leaves(specs)) == {P()}
 
 
-# --- What the parameters are sharded by -----------------------------------------------------------
+# --- Rules of the parameters ----------------------------------------------------------------------
 
 
 class LastDimension(ShardingRule):
@@ -215,7 +215,7 @@ def test_copies_do_without_what_a_rule_further_out_took():
         mu = {'w': params['w']}
         assert specs(first & rule, {'mu': mu}) == {'mu': specs(first & fsdp, mu)}
         assert specs(first & (P() & rule), {'mu': mu}) == {'mu': specs(first & fsdp, mu)}
-    # Something else of each copy, and of some nothing.
+    # The free dimensions differ between the copies.
     first = TreePathShardingRule(('mu/w', P('tp')), ('nu/w', P(None, 'tp')), ('', P()))
     state = {'count': struct(), 'mu': params, 'nu': params, 'ema': params, 'v_row': {'w': struct(64)}}
     assert specs(first & rule, state) == {
@@ -294,7 +294,7 @@ def test_regexes_are_judged_by_the_parameters_not_by_the_state():
         ('embed', P('fsdp')), ('^mu', P('tp')), ('w', P('fsdp')), ('nu', P()), ('^w$', P()), strict=False
     )
     rule = OptimizerStateShardingRule(table, params)
-    # embed and mu are frozen: the state lacks them, and its own mu and nu are no parameters.
+    # embed and mu are frozen, so the state lacks them; its own mu and nu are not parameters.
     state = {'mu': {'w': struct(8, 16)}, 'nu': {'w': struct(8, 16)}, 'count': struct()}
     for of_all, tree in (
         (rule, state),

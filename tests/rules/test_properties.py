@@ -1,4 +1,4 @@
-"""Random trees, meshes and rules: what resolving says is what arrays get, and what one computes by hand."""
+"""Random trees, meshes and rules: resolved shardings match placed arrays, and a manual computation."""
 
 import functools
 import math
@@ -26,7 +26,7 @@ NAMES = ('a', 'b', 'c')
 EXAMPLES = examples(250)
 
 
-# --- What is drawn --------------------------------------------------------------------------------
+# --- Strategies -----------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -37,7 +37,7 @@ def helper_of(sizes, order, types):
 
 @st.composite
 def helpers(draw):
-    """Meshes of one to three axes over one to eight devices, in any order and of any axis types."""
+    """Draws a mesh of one to three axes over one to eight devices, in any order and with any axis types."""
     sizes = []
     for _ in range(draw(st.integers(1, 3))):
         sizes.append(draw(st.integers(1, 8 // math.prod(sizes))))
@@ -67,7 +67,7 @@ trees = st.recursive(
 
 @st.composite
 def specs(draw, names, rank):
-    """A spec that uses each mesh axis at most once, for an array of *rank* dimensions."""
+    """Draws a spec that uses each mesh axis at most once, for an array of *rank* dimensions."""
     free = draw(st.permutations(names))
     entries = []
     for _ in range(draw(st.integers(0, rank))):
@@ -79,11 +79,11 @@ def specs(draw, names, rank):
 
 @st.composite
 def spec_tables(draw, names):
-    """One spec for every rank."""
+    """Draws one spec for every rank."""
     return [draw(specs(names, rank)) for rank in range(4)]
 
 
-# --- The same by hand -----------------------------------------------------------------------------
+# --- Reference ------------------------------------------------------------------------------------
 
 
 def axes_of(entry):
@@ -91,7 +91,7 @@ def axes_of(entry):
 
 
 def part_by_hand(shape, spec, sizes):
-    """The shape of one device's part, with axes dropped from the right where they do not divide."""
+    """Returns the local shape, with axes dropped from the right until the dimensions divide."""
     part = list(shape)
     for dim, entry in enumerate(spec):
         axes = axes_of(entry)
@@ -107,7 +107,7 @@ def divides(shape, spec, sizes):
 
 
 def assert_parts(helper, tree, rules, parts):
-    """Resolving, placing and fetching agree with the parts computed by hand, one for each leaf."""
+    """Asserts that resolving, placing and fetching agree with the reference shapes, one for each leaf."""
     shardings = helper.match_sharding_rule(rules, tree)
     assert jax.tree.structure(shardings) == jax.tree.structure(tree)
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
@@ -128,7 +128,7 @@ def assert_parts(helper, tree, rules, parts):
         for part, leaf in zip(parts, jax.tree.leaves(placed), strict=True)
     ]
     assert helper.explain(tree, rules).bytes_per_device == sum(sizes)
-    # Shardings are rules too, and give themselves.
+    # Shardings are rules that return themselves.
     again = helper.match_sharding_rule(shardings, tree)
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (shardings, again)), strict=True))
 

@@ -1,4 +1,4 @@
-"""Where rules meet a tree and a mesh: kinds of leaves, canonical results, policies, the cache."""
+"""Resolution of rules for a tree on a mesh: kinds of leaves, canonical results, policies, the cache."""
 
 import os
 import subprocess
@@ -253,7 +253,7 @@ REDUCED = {'a': P(('tp', 'data')), 'b': P('tp'), 'c': P(), 'd': P('tp')}
 
 
 def with_policy(kind, policy):
-    """A helper and a rule of a kind, with a policy for dimensions that do not divide."""
+    """Returns a helper and a rule of a kind, with a policy for dimensions that do not divide."""
     if kind == 'path':
         return HELPER, TreePathShardingRule(('', ASKED), on_indivisible=policy)
     if kind == 'policy':
@@ -297,13 +297,13 @@ def test_values_inside_a_function_are_padded_with_a_warning():
         "  x: float32[6], P('data',) from the spec given: dimension 0 of size 6 does not divide by 4 "
         '(data=4); XLA pads it, and computes some operations wrong there (jnp.nonzero)'
     ]
-    # A type cannot be padded.
+    # Explicit dimensions cannot be padded.
     explicit = MeshShardingHelper([8], ['data'], axis_types=AxisType.Explicit)
     with pytest.raises(ShardingError):
         resolve(P('data'), leaf(6), explicit.mesh, mode=ResolveMode.INTERMEDIATE)
 
 
-# --- What None and UNCONSTRAINED mean where -------------------------------------------------------
+# --- None and UNCONSTRAINED in each mode ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_uses(spec, concrete, boundary, intermediate):
             assert ('compiler' if sharding is None else sharding.spec) == expected
 
 
-# --- Again --------------------------------------------------------------------------------------
+# --- Caching ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which part of a tree each rule of a tree of rules decides about; trees that do not fit."""
+"""Trees of rules: the subtree that each rule decides about, and trees that do not match."""
 
 import collections
 import dataclasses
@@ -44,7 +44,7 @@ class Config:
         ((P(), (FSDP, P())), (X, ([X], X)), [('0', ['']), ('1/0', ['0']), ('1/1', [''])]),
         (Pair(P(), P('data')), Pair({'w': X}, X), [('a', ['w']), ('b', [''])]),
         (Config(P()), Config({'k': X}), [('w', ['k'])]),
-        # A None of the tree holds no leaves, whatever the rule for it.
+        # A None in the tree has no leaves, for any rule.
         ({'a': P(), 'b': None}, {'a': None, 'b': None}, [('a', []), ('b', [])]),
         ({}, {}, []),
         ([], [], []),
@@ -240,7 +240,7 @@ def test_a_miss_says_what_the_rule_saw():
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """As flax has it: the optimizer is no child."""
+    """A train state like flax's, whose optimizer is static."""
 
     step: object
     params: object

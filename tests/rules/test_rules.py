@@ -1,4 +1,4 @@
-"""WHAT: the specs that each rule gives, and rules as values."""
+"""The specs that each rule gives, and rules as values."""
 
 import dataclasses
 import math
@@ -98,12 +98,12 @@ def test_fsdp_takes_the_size_from_the_mesh():
     assert shard_shape(FSDPShardingRule(min_fsdp_size=0, fsdp_axis_size=4), 6, 12) == (6, 3)
     assert shard_shape(FSDPShardingRule(('replica', 'fsdp'), 8, 0), 12, 8) == (12, 1)
     assert shard_shape(FSDPShardingRule(min_fsdp_size=0), 6, 10) == (6, 10)
-    # Without the mesh a power of two is all there is to go by.
+    # Without a mesh, only powers of two can guide the choice.
     assert FSDPShardingRule(min_fsdp_size=0).apply(leaf(6, 12)) == P(None, 'fsdp')
 
 
 def fsdp_0_2_5(shape, axis_size, minimum):
-    """What scalax 0.2.5 gives, restated; right where there is an axis size or an even dimension.
+    """Reimplements scalax 0.2.5, which is right if there is an axis size or an even dimension.
 
     Of equal dimensions it took whichever numpy's argsort put first, which depends on the processor.
     """
@@ -206,7 +206,7 @@ def test_unmatched_leaves_of_a_strict_rule_are_all_named():
 
 
 def tree_path_0_2_5(rules, strict):
-    """What scalax 0.2.5 gives, restated."""
+    """Reimplements scalax 0.2.5."""
 
     def spec(path, x):
         if math.prod(x.shape) == 1:
@@ -272,7 +272,7 @@ def test_policies_may_return_rules():
 
 
 class Counting(ShardingRule):
-    """Counts how often it is asked."""
+    """Counts its calls."""
 
     def __init__(self):
         self.count = 0
@@ -296,7 +296,7 @@ def test_a_rule_is_asked_once_about_all_of_its_leaves(around):
     specs = around(rule).apply(tree)
     assert rule.count == 1
     assert {path for path, spec in specs.items() if spec == P('tp')} >= set(tree) - {'k2', 'k3'}
-    # Each clause still says that the answer was its.
+    # The report still names the clause of each answer.
     helper = MeshShardingHelper([2, 4], ['data', 'tp'])
     rows = helper.explain(tree, TreePathShardingRule(('k[0-4]$', rule), ('k5', other), ('k', rule))).rows
     origins = {row.path: row.rule for row in rows}

@@ -1,4 +1,4 @@
-"""Warnings about rules that shard nothing though they should: when they come, and when they do not."""
+"""Warnings about rules that unexpectedly shard nothing, and the cases without a warning."""
 
 import warnings
 
@@ -33,7 +33,7 @@ def by_path(*pairs):
 
 
 def warnings_of(function, *args):
-    """What a call warns of; all of it is about lines of this file."""
+    """Returns the warnings of a call, which must all point to lines of this file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         function(*args)
@@ -47,7 +47,7 @@ def in_shard(rules, tree=PARAMS, helper=HELPER):
 
 
 def in_sjit(in_shardings, *args, out_shardings=None, helper=HELPER):
-    """What the first call of a function warns of; others never do."""
+    """Returns the warnings of the first call of a function; later calls must not warn."""
     step = helper.sjit(lambda *args: args[0], in_shardings, out_shardings)
     first = warnings_of(step, *args)
     assert (

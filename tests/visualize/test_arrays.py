@@ -1,4 +1,4 @@
-"""Which arrays and shardings have a picture, and what is said about those that have none."""
+"""Arrays and shardings that have a picture, and the errors about others."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Blocks against JAX: on real devices in any order, each block's devices are those that JAX says."""
+"""Blocks compared with JAX: on real devices in any order, JAX reports the same devices for each block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AXES = ('a', 'b', 'c', 'd')
 
 @st.composite
 def shardings(draw: st.DrawFn) -> tuple[NamedSharding, tuple[int, ...]]:
-    """A sharding over some of the devices in some order, and a shape that divides."""
+    """Draws a sharding over some devices in any order, and a shape that divides."""
     count = len(jax.devices())
     sizes: list[int] = []
     for _ in range(draw(st.integers(1, 4))):
@@ -39,7 +39,7 @@ def shardings(draw: st.DrawFn) -> tuple[NamedSharding, tuple[int, ...]]:
 
 
 def by_range(blocks: Blocks) -> dict[tuple[tuple[int, int], ...], set[int]]:
-    """What holds which part; empty parts of a dimension are one part, as nobody can tell them apart."""
+    """Returns the devices of each part. Empty parts of a dimension count as one, because they are equal."""
     devices_by_part: dict[tuple[tuple[int, int], ...], set[int]] = {}
     for index, devices in blocks.holders.items():
         part = tuple(
@@ -66,7 +66,7 @@ def test_blocks_are_those_of_jax(case: tuple[NamedSharding, tuple[int, ...]]) ->
     sharding, shape = case
     blocks = blocks_of(sharding, shape)
     assert by_range(blocks) == expected(sharding, shape)
-    # Every device turns up once, and within a block in mesh order.
+    # Every device is in one block, and the devices of a block are in mesh order.
     order = [device.id for device in sharding.mesh.devices.flat]
     assert blocks.devices == tuple(order)
     assert sorted(device for group in blocks.holders.values() for device in group) == sorted(order)

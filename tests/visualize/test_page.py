@@ -1,4 +1,4 @@
-"""Pictures as HTML: well-formed, escaped, self-contained, in colours."""
+"""Pictures as HTML: well-formed, escaped, self-contained, coloured."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -28,7 +28,7 @@ CASES = {
 
 
 def cells_of(tree, tmp_path):
-    """The title of each block -> its colour and its text."""
+    """Returns the title of each block -> its colour and its text."""
     path = tmp_path / 'picture.html'
     visualize(tree).to_html(path)
     cells = ET.fromstring(path.read_text(encoding='utf-8')).iter('td')

@@ -1,4 +1,4 @@
-"""Pictures of where arrays lie, as text: one array, large meshes, trees."""
+"""Pictures of shardings as text: one array, large meshes, trees."""
 
 import jax
 import jax.numpy as jnp
@@ -132,7 +132,7 @@ def test_blocks_whose_ranges_leave_no_room_stand_in_rows():
 def test_tree_has_a_picture_for_each_way_of_lying(snapshot):
     layer = {'up': np.zeros((8, 16), np.float32), 'gate': np.zeros((8, 16), np.float32), 'norm': np.zeros(4)}
     params = {'layers': [layer] * 3, 'head': np.zeros((8, 16), np.float16)}
-    # P('fsdp', 'tp') and P('fsdp', ('tp',)) are one way.
+    # P('fsdp', 'tp') and P('fsdp', ('tp',)) are equivalent.
     rules = TreePathShardingRule(('gate', P('fsdp', ('tp',))), ('up|head', P('fsdp', 'tp')), ('', P()))
     snapshot(text(HELPER.abstract(params, rules)))
 
