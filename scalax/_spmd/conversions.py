@@ -304,6 +304,23 @@ class JaxprEditor(EditorBase):
         value.set_placements(target)
         value.clear_versions()
 
+    def converted(self, value: Value, target: Placements, equation: Any) -> Value:
+        """Returns a copy of a value in other placements, for one equation."""
+        if target == value.placements:
+            return value
+        atom = self.convert(value, target, equation)
+        return Value(value.var, target, atom, value.origin, is_zero=value.is_zero)
+
+    def is_gathered_once(self, value: Value) -> bool:
+        """Returns whether the options gather a value once for all passes, as early as possible."""
+        return value.is_state and not self.context.options.reshard_after_forward
+
+    def reduce_all(self, values: Sequence[Value], equation: Any) -> None:
+        """Reduces the partial sums among values, for all following equations."""
+        for value in values:
+            if value.has_sum:
+                self.reduce(value, equation)
+
     def reduce_shared_sums(self, values: Sequence[Value], equation: Any) -> None:
         """Reduces partial sums that are used more than once, so that one reduction serves all uses."""
         for value in values:

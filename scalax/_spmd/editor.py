@@ -159,6 +159,10 @@ class EditorBase:
         """A list with that variable if some equation uses it; empty otherwise."""
         return [] if self._microbatch_index is None else [self._microbatch_index]
 
+    def microbatch_index_of(self, inner: PartitionedJaxpr) -> list[Any]:
+        """Returns a list with the index of the microbatch if an inner jaxpr takes it as first argument."""
+        return [self.microbatch_index] if inner.takes_microbatch_index else []
+
     def is_backward(self, equation: Any) -> bool:
         """Returns whether an equation belongs to a backward pass."""
         return self._backward or is_backward(equation)
@@ -215,6 +219,15 @@ class EditorBase:
     def trip_count_of(self, value: Value) -> int:
         """Returns how many iterations of the enclosing loops use state that they do not change."""
         return self._trip_counts[value.origin] if isinstance(value.origin, int) else 1
+
+    def argument_info(self, value: Value, iterations: int = 1) -> Argument:
+        """Returns the properties of a value as an argument of an inner jaxpr.
+
+        Args:
+            value: the value.
+            iterations: how many iterations of the inner jaxpr use it.
+        """
+        return value.as_argument()._replace(trip_count=iterations * self.trip_count_of(value))
 
     def emit(self, function: Any, key: Any, equation: Any, operands: Sequence[Any]) -> Any:
         """Writes a function of one operation, with the line of *equation*, and returns its result."""

@@ -32,7 +32,9 @@ from scalax._spmd.batch.batch_dims import sharded_part
 from scalax._spmd.batch.replicated_parts import is_computed_by_block
 from scalax._spmd.context import PartitionContext
 from scalax._spmd.conversions import NEEDS_ALL_MICROBATCHES, JaxprEditor
-from scalax._spmd.loops.control_flow import partition_call, partition_cond, partition_scan, partition_while
+from scalax._spmd.loops.control_flow import partition_call, partition_cond
+from scalax._spmd.loops.scans import partition_scan
+from scalax._spmd.loops.while_loops import partition_while
 from scalax._spmd.operations.callbacks import CALLBACKS, inspect_placements, partition_callback
 from scalax._spmd.operations.cudnn_attention import ATTENTION, attention_along_auto_axes
 from scalax._spmd.operations.custom_partitioning import partition_custom

@@ -170,6 +170,10 @@ class Value:
         """Whether devices hold blocks of examples, or partial sums over examples."""
         return self.has_sum or any(isinstance(x, Shard) and not x.is_state for x in self.placements)
 
+    def as_argument(self) -> Argument:
+        """Returns the properties of this value as an argument of an inner jaxpr."""
+        return Argument(self.placements, self.origin is not None or self.is_state, self.is_zero)
+
     def add_version(self, key: Any, atom: Any) -> None:
         """Records the variable that holds this value in other placements."""
         if self.versions is _NONE:  # most values have none

@@ -358,5 +358,5 @@ IN_TURN = [
 @pytest.mark.parametrize('name, placements, results', IN_TURN, ids=[f'{n}-{p}' for n, p, _ in IN_TURN])
 def test_placements_of_results_of_microbatches(name, placements, results):
     equation = equation_of(name)
-    found = strategy(Op(equation, placements, 2, (False,) * len(placements), in_turn=True))
+    found = strategy(Op(equation, placements, 2, (False,) * len(placements), is_microbatched=True))
     assert (found and found.results) == results

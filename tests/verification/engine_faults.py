@@ -352,7 +352,7 @@ def _numbers_of_all(axes: Sequence[str], count: int, numbers: Any) -> Any:
     return jnp.minimum(numbers, count - 1)
 
 
-@seeded((), (local_sorts, '_own_numbers', _numbers_of_all))
+@seeded((), (local_sorts, '_local_indices', _numbers_of_all))
 def tokens_taken_by_the_numbers_of_all(helper: MeshShardingHelper) -> Step:
     """A wrong block: devices take their own tokens by numbers that count the tokens of all."""
 

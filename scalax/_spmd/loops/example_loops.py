@@ -1,10 +1,10 @@
-"""Loops over examples, such as ``jax.lax.map(f, x)``: each device runs the rounds of its own examples.
+"""Scans over examples, such as ``jax.lax.map(f, x)``: each device runs the iterations of its own examples.
 
-A `scan` over a dimension of examples has one example in each round, and only one device holds it. If rounds
-do not depend on each other, each device runs the rounds of its own block, and exchanges nothing in them: what
-a round computes differs from device to device, and is a whole value on each. What a round takes besides its
-example is gathered before the loop. What rounds reduce, such as the gradient of a weight, is `Partial` behind
-the loop. Rounds do not depend on each other if all that they carry is handed on as it is, or only reduced.
+Each iteration of a `scan` over a batch dimension uses one example, which only one device holds. If the
+iterations are independent, each device runs those of its local shard without any exchange; inside, values
+differ between devices, and each is complete. All other operands are gathered before the scan. A carried value
+that iterations reduce into, such as the gradient of a weight, is `Partial` after the scan. Iterations are
+independent if they only pass carried values through or reduce into them.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from scalax._spmd.values import Argument, Value
 
 
 class IndependentAxes(NamedTuple):
-    """The batch axes along which devices run the rounds of a loop apart, each its own ones.
+    """The batch axes along which devices run iterations of a scan independently, each for its own examples.
 
     Attributes:
-        axes: these axes, by number.
-        others: the other batch axes.
-        devices: how many devices run apart.
-        carried: of each carried value its placement along these axes.
+        axes: the indices of these axes.
+        others: the indices of the other batch axes.
+        num_devices: the number of devices along these axes.
+        carry_placements: the placement of each carried value, after the scan, along these axes.
     """
 
     axes: Sequence[int]
     others: Sequence[int]
-    devices: int
-    carried: Sequence[Placement]
+    num_devices: int
+    carry_placements: Sequence[Placement]
 
     def replicated(self, placements: Placements) -> Placements:
-        """Returns the placements of what all rounds take."""
+        """Returns placements that are replicated along these axes, for consts."""
         return self._with(placements, REPLICATE)
 
     def sharded(self, placements: Placements) -> Placements:
-        """Returns the placements of what has an element for each round."""
+        """Returns placements that shard the stack along these axes, for xs and ys."""
         return self._with(placements, Shard(0))
 
-    def without_rounds(self, placements: Placements) -> Placements:
-        """Returns the placements of a stack of which every device has the elements of its rounds."""
+    def unsharded_stack(self, placements: Placements) -> Placements:
+        """Returns the placements of xs whose stack dimension is unsharded along the other axes."""
         return tuple(
             [
                 REPLICATE if isinstance(x, Shard) and x.dim == 0 and i not in self.axes else x
@@ -52,78 +52,85 @@ class IndependentAxes(NamedTuple):
             ]
         )
 
-    def within(self, placements: Placements) -> Placements:
+    def along_others(self, placements: Placements) -> Placements:
         """Returns placements along the other axes alone."""
         return tuple([placements[i] for i in self.others]) if self.axes else placements
 
-    def inside(self, argument: Argument) -> Argument:
-        """Returns what is known of an argument along the other axes alone."""
-        return argument._replace(placements=self.within(argument.placements))
+    def body_argument(self, argument: Argument) -> Argument:
+        """Returns an argument of the body, which is partitioned along the other axes only."""
+        return argument._replace(placements=self.along_others(argument.placements))
 
-    def around(self, within: Placements, placements: Placements) -> Placements:
-        """Returns placements that are these along the other axes."""
-        found = [*placements]
-        for i, placement in zip(self.others, within, strict=True):
-            found[i] = placement
-        return tuple(found)
+    def with_others(self, other_placements: Placements, placements: Placements) -> Placements:
+        """Returns *placements* with the placements along the other axes replaced."""
+        result = [*placements]
+        for i, placement in zip(self.others, other_placements, strict=True):
+            result[i] = placement
+        return tuple(result)
 
     def results(self, carried: Sequence[Placements], stacks: Sequence[Placements]) -> list[Placements]:
-        """Returns the placements of results, from those along the other axes alone."""
+        """Returns the placements of the results of the scan.
+
+        Args:
+            carried: the placements of the carried values along the other axes.
+            stacks: the placements of the ys along the other axes.
+        """
         blank = (REPLICATE,) * (len(self.axes) + len(self.others))
-        found = [
-            self.around(x, self._with(blank, kind)) for x, kind in zip(carried, self.carried, strict=True)
+        carry = [
+            self.with_others(x, self._with(blank, kind))
+            for x, kind in zip(carried, self.carry_placements, strict=True)
         ]
-        return [*found, *[self.around(x, self.sharded(blank)) for x in stacks]]
+        return [*carry, *[self.with_others(x, self.sharded(blank)) for x in stacks]]
 
     def _with(self, placements: Placements, placement: Placement) -> Placements:
         return tuple([placement if i in self.axes else x for i, x in enumerate(placements)])
 
 
 def independent_axes(
-    editor: JaxprEditor, loop: Loop, begun: Sequence[Value], stacks: Sequence[Value]
+    editor: JaxprEditor, loop: Loop, init: Sequence[Value], xs: Sequence[Value]
 ) -> IndependentAxes:
-    """Returns the batch axes along which devices may run the rounds of a `scan` apart, if there are any.
+    """Returns the batch axes along which devices may run the iterations of a `scan` independently.
 
     Args:
-        editor: the jaxpr that it is in.
+        editor: the editor of the jaxpr.
         loop: the `scan`.
-        begun: what it carries first.
-        stacks: the stacks that it runs over.
+        init: the initial carried values.
+        xs: the scanned values.
     """
-    sizes, every = editor.context.sizes, range(len(editor.context.axes))
-    together = IndependentAxes((), every, 1, [REPLICATE] * len(begun))
+    sizes, all_axes = editor.context.sizes, range(len(editor.context.axes))
+    none = IndependentAxes((), all_axes, 1, [REPLICATE] * len(init))
     if has_pipelines(editor, loop):
-        return together  # stages wait for each other
+        return none  # stages wait for each other
     axes = [
         i
-        for i in every
-        if any(
-            isinstance(x := stack.placements[i], Shard) and x.dim == 0 and not x.is_state for stack in stacks
-        )
+        for i in all_axes
+        if any(isinstance(x := stack.placements[i], Shard) and x.dim == 0 and not x.is_state for stack in xs)
     ]
     count = math.prod(sizes[i] for i in axes)
     if not axes or not loop.length or loop.length % count:
-        return together
+        return none
     carried = _reductions(loop)
     if carried is None:
-        return together
-    return IndependentAxes(axes, [i for i in every if i not in axes], count, carried)
+        return none
+    return IndependentAxes(axes, [i for i in all_axes if i not in axes], count, carried)
 
 
 def has_pipelines(editor: JaxprEditor, loop: Loop) -> bool:
-    """Returns whether a round runs layers as a pipeline."""
+    """Returns whether the body of a loop contains a pipeline."""
     pipelines = editor.context.pipelines
     return bool(pipelines) and any(id(equation) in pipelines for equation in all_equations(loop.body))
 
 
 def _reductions(loop: Loop) -> list[Placement] | None:
-    """The placements of carried values behind rounds that run apart; None if rounds depend on each other."""
-    reductions, found = carry_reductions(loop), list[Placement]()
+    """Returns the placements of carried values after independent iterations.
+
+    Returns None if the iterations are not independent.
+    """
+    reductions, placements = carry_reductions(loop), list[Placement]()
     for i in range(loop.num_carry):
         if reductions.is_passed_through(i):
-            found.append(REPLICATE)
+            placements.append(REPLICATE)
         elif (reduction := reductions.of(i)) is not None:
-            found.append(Partial(reduction))
+            placements.append(Partial(reduction))
         else:
             return None
-    return found
+    return placements

@@ -1,9 +1,9 @@
-"""Loops over microbatches: ``(B, ...)`` that is reshaped to ``(M, B / M, ...)``, and a `scan` over M.
+"""Loops over microbatches: a batch ``(B, ...)`` is reshaped to ``(M, B / M, ...)``, and a `scan` runs over M.
 
-Where devices shard the first dimension, each has entire microbatches. If the loop carries something, such as
-the sum of gradients, its purpose is to hold the activations of one microbatch at a time on all devices: they
-exchange their blocks, and each has a share of every microbatch. A loop that carries nothing maps examples,
-and devices run over their own (`example_loops`).
+After the reshape, the first dimension is sharded, so that each device holds entire microbatches. If the loop
+carries something, such as a sum of gradients, its purpose is to limit the activations on all devices to one
+microbatch at a time. So devices exchange their blocks, after which each holds a shard of every microbatch. A
+loop that carries nothing maps examples, and each device runs over its own (`example_loops`).
 """
 
 from __future__ import annotations
@@ -18,49 +18,56 @@ from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.placements.placement import Placements, Shard
 from scalax._spmd.values import Value
 
-# These keep the dimensions of their operand.
-_KEEPING = frozenset(('convert_element_type', 'copy', 'name', 'optimization_barrier', 'sharding_constraint'))
+# These preserve the dimensions of their operand.
+_PRESERVES_DIMS = frozenset(
+    ('convert_element_type', 'copy', 'name', 'optimization_barrier', 'sharding_constraint')
+)
 
 
-def stack_placements(editor: JaxprEditor, loop: Loop, stacks: Sequence[Value]) -> list[Placements]:
-    """Returns the placements in which a `scan` takes its stacks.
-
-    Of microbatches each device has a share of every one.
+def xs_placements(editor: JaxprEditor, loop: Loop, xs: Sequence[Value]) -> list[Placements]:
+    """Returns the placements to which the xs of a `scan` are converted: microbatches are sharded themselves.
 
     Args:
-        editor: the jaxpr that it is in.
+        editor: the editor of the jaxpr.
         loop: the `scan`.
-        stacks: the stacks that it runs over.
+        xs: its xs.
     """
-    before = [stack.placements for stack in stacks]
-    sharded = [any(map(_shards_rounds, placements)) for placements in before]
+    before = [stack.placements for stack in xs]
+    sharded = [any(map(_shards_iterations, placements)) for placements in before]
     if not loop.num_carry or not any(sharded):
         return before
-    makers = producers_of(open_jaxpr(editor.jaxpr))
+    producers = producers_of(open_jaxpr(editor.jaxpr))
     dims = [
-        _examples_dim(makers, stack.var, editor.context.blocks) if is_sharded else None
-        for stack, is_sharded in zip(stacks, sharded, strict=True)
+        _microbatch_dim(producers, stack.var, editor.context.blocks) if is_sharded else None
+        for stack, is_sharded in zip(xs, sharded, strict=True)
     ]
     if any(is_sharded and dim is None for dim, is_sharded in zip(dims, sharded, strict=True)):
         return before
     return [
-        tuple([x if dim is None or not _shards_rounds(x) else Shard(dim) for x in placements])
+        tuple(
+            [
+                placement if dim is None or not _shards_iterations(placement) else Shard(dim)
+                for placement in placements
+            ]
+        )
         for placements, dim in zip(before, dims, strict=True)
     ]
 
 
-def _shards_rounds(placement: Any) -> bool:
+def _shards_iterations(placement: Any) -> bool:
     return isinstance(placement, Shard) and placement.dim == 0 and not placement.is_state
 
 
-def _examples_dim(makers: Any, atom: Any, blocks: int) -> int | None:
-    """Returns the dimension of the examples of a microbatch; None if a value is no stack of microbatches."""
-    while (maker := makers.get(id(atom))) and primitive_name(maker) in _KEEPING:
-        atom = maker.invars[[*map(id, maker.outvars)].index(id(atom)) if len(maker.outvars) > 1 else 0]
-    if maker is None or primitive_name(maker) != 'reshape':
+def _microbatch_dim(producers: Any, atom: Any, blocks: int) -> int | None:
+    """Returns the batch dimension of a stack of microbatches; None if a value is not such a stack."""
+    while (producer := producers.get(id(atom))) and primitive_name(producer) in _PRESERVES_DIMS:
+        atom = producer.invars[
+            [*map(id, producer.outvars)].index(id(atom)) if len(producer.outvars) > 1 else 0
+        ]
+    if producer is None or primitive_name(producer) != 'reshape':
         return None
-    shape = maker.outvars[0].aval.shape
-    for old, new in reshape_groups(maker):
-        if len(old) == 1 and len(new) > 1 and new[0] == 0:
-            return next((dim for dim in new[1:] if shape[dim] % blocks == 0), None)
+    shape = producer.outvars[0].aval.shape
+    for old_dims, new_dims in reshape_groups(producer):
+        if len(old_dims) == 1 and len(new_dims) > 1 and new_dims[0] == 0:
+            return next((dim for dim in new_dims[1:] if shape[dim] % blocks == 0), None)
     return None

@@ -1,6 +1,6 @@
-"""Elementwise equations of blocks alike, as most equations of a step are: all of an optimizer, for example.
+"""Fast path for elementwise equations whose operands have equal placements, as in an optimizer.
 
-They run on blocks as they are. The rules of all primitives (`op_rules`) give the same, and take longer.
+Most equations of a step are of this kind. The general rules (`op_rules`) give the same result more slowly.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from scalax._spmd.placements.state_casts import NARROW, SAME_STATE
 
 
 def write_pointwise(editor: JaxprEditor, name: str, equation: Any) -> bool:
-    """Writes an equation if its operands are blocks of one shape in the same placements, and scalars.
+    """Writes an equation if its operands are scalars, and shards of equal shapes and placements.
 
     Args:
-        editor: the jaxpr that is partitioned.
-        name: the name of its primitive, one of `op_rules.ON_ELEMENTS`.
+        editor: the editor of the jaxpr.
+        name: the name of its primitive, one of `op_rules.POINTWISE`.
         equation: the equation.
 
     Returns:
-        Whether it is such an equation.
+        Whether the equation was written.
     """
     first, origin, [var] = None, None, equation.outvars
     for atom in equation.invars:

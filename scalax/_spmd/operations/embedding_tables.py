@@ -1,7 +1,7 @@
-"""Look-ups in a table of which each device has a block of rows, and the gradients of such look-ups.
+"""Look-ups in tables with sharded rows, such as embedding tables, and their gradients.
 
-Every device looks up the rows of all indices in its own block. A row that another device has counts as zero,
-so the sum over devices is what was looked up. The gradient adds to the block the rows that are in it.
+Every device looks up all indices in its local rows, with zeros for the rows of other devices, so that the sum
+over devices is the result. The gradient adds to the local rows only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scalax._jax.primitives import primitive_name
 
 
 def is_indexed(equation: Any, dim: int) -> bool:
-    """Returns whether indices alone say which rows of a dimension of its first operand an equation takes.
+    """Returns whether an equation reads or writes single rows of a dimension of its first operand, by index.
 
     Args:
         equation: a `gather` or a `scatter-add`.
@@ -33,17 +33,17 @@ def is_indexed(equation: Any, dim: int) -> bool:
     return (*numbers.scatter_dims_to_operand_dims,) == (dim,) and dim in numbers.inserted_window_dims
 
 
-class _Block(NamedTuple):
-    """What an equation does with a block of a table.
+class _ShardedRows(NamedTuple):
+    """The parameters of a look-up in the local rows of a table, or of its gradient.
 
     Attributes:
-        numbers: its dimension numbers.
-        dim: the dimension of rows.
-        size: how many rows all blocks have.
-        axes: the mesh axes along which devices have the blocks.
-        mode: what it does with indices that are out of bounds.
-        slice_sizes: the sizes of a slice of a `gather`.
-        fill_value: what a `gather` fills in for such indices.
+        numbers: the dimension numbers of the `gather` or `scatter-add`.
+        dim: the dimension of the rows.
+        size: the number of rows of all devices.
+        axes: the mesh axes that shard the rows.
+        mode: the mode for indices that are out of bounds.
+        slice_sizes: the slice sizes of a `gather`.
+        fill_value: the value of a `gather` for indices that are out of bounds.
     """
 
     numbers: Any
@@ -58,53 +58,55 @@ class _Block(NamedTuple):
 def local_lookup(
     equation: Any, dim: int, axes: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> tuple[Callable[..., Any], Any]:
-    """Returns the function of one operation that an equation does with a block of rows, and its key.
+    """Returns the function that runs an equation on local rows, and the function's cache key.
 
     Args:
         equation: a `gather` or a `scatter-add`.
-        dim: the dimension of rows.
-        axes: the mesh axes along which devices have blocks.
+        dim: the dimension of the rows.
+        axes: the mesh axes that shard the rows.
         shapes: the local shapes of its operands.
     """
     size, mode = shape_of(equation.invars[0])[dim], bounds_mode(equation)
     if primitive_name(equation) == 'gather':
         sizes = local_params(equation, shapes, [])['slice_sizes']
         numbers, fill = gather_dims(equation), fill_value(equation)
-        block = _Block(numbers, dim, size, tuple(axes), mode, sizes, fill)
-        return functools.partial(_look_up, block), ('look_up', block)
-    block = _Block(scatter_dims(equation), dim, size, tuple(axes), mode)
-    return functools.partial(_add, block), ('add', block)
+        table_rows = _ShardedRows(numbers, dim, size, tuple(axes), mode, sizes, fill)
+        return functools.partial(_look_up, table_rows), ('look_up', table_rows)
+    table_rows = _ShardedRows(scatter_dims(equation), dim, size, tuple(axes), mode)
+    return functools.partial(_add, table_rows), ('add', table_rows)
 
 
-def _in_block(block: _Block, indices: Any, rows: int) -> tuple[Any, Any, Any]:
-    """The numbers of rows in a device's block, whether they are in it, and whether they are in none."""
-    if block.mode != GatherScatterMode.FILL_OR_DROP:
-        indices = jnp.clip(indices, 0, min(block.size - 1, jnp.iinfo(indices.dtype).max))
+def _local_indices(table_rows: _ShardedRows, indices: Any, row_count: int) -> tuple[Any, Any, Any]:
+    """Returns local row indices, whether these rows are local, and whether the indices are out of bounds."""
+    if table_rows.mode != GatherScatterMode.FILL_OR_DROP:
+        indices = jnp.clip(indices, 0, min(table_rows.size - 1, jnp.iinfo(indices.dtype).max))
     dtype = indices.dtype if indices.dtype.itemsize == 8 else jnp.dtype('int32')
-    numbers = indices.astype(dtype)
-    own = numbers - (jax.lax.axis_index(block.axes) * rows).astype(dtype)
-    is_here = (own >= 0) & (own < rows)
-    return own, is_here, (numbers < 0) | (numbers >= block.size)
+    wide_indices = indices.astype(dtype)
+    local = wide_indices - (jax.lax.axis_index(table_rows.axes) * row_count).astype(dtype)
+    is_local = (local >= 0) & (local < row_count)
+    return local, is_local, (wide_indices < 0) | (wide_indices >= table_rows.size)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _look_up(block: _Block, table: Any, indices: Any) -> Any:
-    """The rows that a device has; what is out of bounds is filled in by the first device."""
-    rows = table.shape[block.dim]
-    own, is_here, is_outside = _in_block(block, indices, rows)
-    own = jnp.where(is_here, own, jnp.where(is_outside, rows, 0).astype(own.dtype))
+def _look_up(table_rows: _ShardedRows, table: Any, indices: Any) -> Any:
+    """Looks up local rows. The first device fills in rows for indices that are out of bounds."""
+    row_count = table.shape[table_rows.dim]
+    local, is_local, is_outside = _local_indices(table_rows, indices, row_count)
+    local = jnp.where(is_local, local, jnp.where(is_outside, row_count, 0).astype(local.dtype))
     found = jax.lax.gather(
-        *(table, own, block.numbers, block.slice_sizes), mode=block.mode, fill_value=block.fill_value
+        *(table, local, table_rows.numbers, table_rows.slice_sizes),
+        mode=table_rows.mode,
+        fill_value=table_rows.fill_value,
     )
-    kept = (is_here | (is_outside & (jax.lax.axis_index(block.axes) == 0)))[..., 0]
-    dims = [dim for dim in range(found.ndim) if dim not in block.numbers.offset_dims]
-    return jnp.where(jax.lax.broadcast_in_dim(kept, found.shape, dims), found, jnp.zeros_like(found))
+    is_filled = (is_local | (is_outside & (jax.lax.axis_index(table_rows.axes) == 0)))[..., 0]
+    dims = [dim for dim in range(found.ndim) if dim not in table_rows.numbers.offset_dims]
+    return jnp.where(jax.lax.broadcast_in_dim(is_filled, found.shape, dims), found, jnp.zeros_like(found))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _add(block: _Block, table: Any, indices: Any, updates: Any) -> Any:
-    """A block to which the updates of its rows are added."""
-    rows = table.shape[block.dim]
-    own, is_here, _ = _in_block(block, indices, rows)
-    own = jnp.where(is_here, own, jnp.full_like(own, rows))
-    return jax.lax.scatter_add(table, own, updates, block.numbers, mode=GatherScatterMode.FILL_OR_DROP)
+def _add(table_rows: _ShardedRows, table: Any, indices: Any, updates: Any) -> Any:
+    """Adds updates to local rows."""
+    row_count = table.shape[table_rows.dim]
+    local, is_local, _ = _local_indices(table_rows, indices, row_count)
+    local = jnp.where(is_local, local, jnp.full_like(local, row_count))
+    return jax.lax.scatter_add(table, local, updates, table_rows.numbers, mode=GatherScatterMode.FILL_OR_DROP)

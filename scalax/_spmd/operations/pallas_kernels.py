@@ -1,8 +1,8 @@
-"""Kernels of Pallas: each device runs a kernel on its own examples if the grid shows that they are apart.
+"""Pallas kernels: each device runs a kernel on its local examples if the grid shows their independence.
 
-A dimension of the grid walks over blocks of examples. If each block is read and written by a step of its own,
-and the kernel does not ask which step it is, then each device takes the steps of its examples. Likewise,
-other mesh axes may split another dimension of the grid, such as heads, if they shard its blocks.
+If a dimension of the grid iterates over blocks of examples, each block is read and written by one grid index
+only, and the kernel does not use that index, each device runs the part of the grid for its examples. Other
+mesh axes may split another dimension of the grid in the same way, such as heads.
 """
 
 from __future__ import annotations
@@ -27,89 +27,98 @@ from scalax._spmd.placements.placement import REPLICATE, Placement, Shard
 def kernel_placements(
     equation: Any, placements: Sequence[Placement], blocks: int
 ) -> tuple[list[Placement], list[Placement]] | None:
-    """Returns the placements of the operands and of the results of a kernel; None if it takes all examples.
+    """Returns the placements of the operands and of the results of a kernel; None if it needs all examples.
 
     Args:
         equation: a `pallas_call`.
-        placements: those of its operands along one axis.
-        blocks: into how many blocks all batch axes split a dimension.
+        placements: the placements of its operands along one axis.
+        blocks: the product of the sizes of all batch axes.
     """
-    arrays, whole = kernels.block_mappings_of(equation), kernels.count_index_operands(equation)
+    arrays, num_index_operands = kernels.block_mappings_of(equation), kernels.count_index_operands(equation)
     operands = len(equation.invars)
-    if whole + len(arrays) != operands + len(equation.outvars):
+    if num_index_operands + len(arrays) != operands + len(equation.outvars):
         return None
-    if any(isinstance(x, Shard) and not x.is_state for x in placements[:whole]):
+    if any(isinstance(x, Shard) and not x.is_state for x in placements[:num_index_operands]):
         return None
-    steps = [
+    batch_grid_dims = [
         kernels.grid_dims(array).get(x.dim)
-        for array, x in zip(arrays, placements[whole:], strict=False)
+        for array, x in zip(arrays, placements[num_index_operands:], strict=False)
         if isinstance(x, Shard) and not x.is_state
     ]
-    step = next((x for x in steps if x is not None), None)
-    if step is None or not kernels.can_split_grid(equation, step, blocks):
+    grid_dim = next((x for x in batch_grid_dims if x is not None), None)
+    if grid_dim is None or not kernels.can_split_grid(equation, grid_dim, blocks):
         return None
-    found: list[Placement] = [REPLICATE] * whole
+    result: list[Placement] = [REPLICATE] * num_index_operands
     for array in arrays:
-        dims = [dim for dim, other in kernels.grid_dims(array).items() if other == step]
-        found.append(Shard(dims[0]) if dims else REPLICATE)
-    return found[:operands], found[operands:]
+        dims = [dim for dim, array_grid_dim in kernels.grid_dims(array).items() if array_grid_dim == grid_dim]
+        result.append(Shard(dims[0]) if dims else REPLICATE)
+    return result[:operands], result[operands:]
 
 
 def kernel_params(
     code: ManualEquations, equation: Any, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Returns the parameters of a kernel that runs on blocks.
+    """Returns the parameters of a kernel that runs on local shards.
 
     Args:
         code: makes equations.
         equation: a `pallas_call`.
         operands: the local shapes of its operands.
-        results: those of its results.
+        results: the local shapes of its results.
     """
-    shards = _shards(equation, [*operands, *results])
+    shards = _grid_shards(equation, [*operands, *results])
     params = kernels.split_grid_params(equation, shards) if shards else {}
     if kernels.is_interpreted(equation):
         return kernels.interpreted_params(equation, params, code.localize_jaxpr)
     return params
 
 
-def _shards(equation: Any, shapes: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Into how many blocks the steps of each dimension of the grid are split, by the local shapes."""
+def _grid_shards(equation: Any, shapes: Sequence[Sequence[int]]) -> dict[int, int]:
+    """Returns the number of shards of each split grid dimension, as follows from the local shapes."""
     shards = dict[int, int]()
     for array, local in zip(
         kernels.block_mappings_of(equation), shapes[kernels.count_index_operands(equation) :], strict=False
     ):
         shape = kernels.array_shape(array)
-        for dim, step in kernels.grid_dims(array).items():
+        for dim, grid_dim in kernels.grid_dims(array).items():
             if local[dim] != shape[dim]:
-                shards[step] = shape[dim] // local[dim]
+                shards[grid_dim] = shape[dim] // local[dim]
     return shards
 
 
 def kernel_along_auto_axes(
     code: ManualEquations, auto: AutoShardings, equation: Any, operands: Sequence[Any], results: Sequence[Any]
 ) -> Any:
-    """Returns the equation of a kernel that runs on blocks, on a mesh with axes that stay Auto inside.
+    """Returns the equation of a kernel on local shards, for a mesh with Auto axes.
 
-    The compiler cannot partition a kernel along these, so the kernel runs in a ``jax.shard_map`` over them:
-    on blocks of an operand, such as heads, if a dimension of the grid walks over them, and else on all of it.
+    The compiler cannot partition a kernel along the Auto axes, so the kernel runs in a ``jax.shard_map`` over
+    them. If a grid dimension iterates over a sharded dimension, such as heads, the kernel runs on the shards;
+    otherwise, its operands are replicated.
 
     Args:
         code: makes equations.
-        auto: where values are along these axes.
+        auto: the shardings along the Auto axes.
         equation: a `pallas_call`.
-        operands: its operands, of local shapes.
-        results: its results, of local shapes.
+        operands: the variables of its operands, of local shapes.
+        results: the variables of its results, of local shapes.
     """
-    shards = _shards(equation, [*map(shape_of, operands), *map(shape_of, results)])
-    over = _auto_steps(equation, auto, shards)
+    shards = _grid_shards(equation, [*map(shape_of, operands), *map(shape_of, results)])
+    auto_grid_axes = _auto_grid_axes(equation, auto, shards)
     specs = [PartitionSpec()] * (len(operands) + len(results))
-    whole = kernels.count_index_operands(equation)
-    for i, array in enumerate(kernels.block_mappings_of(equation) if over else (), whole):
-        dims = {dim: over[step] for dim, step in kernels.grid_dims(array).items() if step in over}
+    num_index_operands = kernels.count_index_operands(equation)
+    for i, array in enumerate(
+        kernels.block_mappings_of(equation) if auto_grid_axes else (), num_index_operands
+    ):
+        dims = {
+            dim: auto_grid_axes[grid_dim]
+            for dim, grid_dim in kernels.grid_dims(array).items()
+            if grid_dim in auto_grid_axes
+        }
         entries = [canonical_entry(dims.get(dim, ())) for dim in range(len(kernels.array_shape(array)))]
         specs[i] = PartitionSpec(*entries)
-    shards |= {step: math.prod(auto.sizes[axis] for axis in axes) for step, axes in over.items()}
+    shards |= {
+        grid_dim: math.prod(auto.sizes[axis] for axis in axes) for grid_dim, axes in auto_grid_axes.items()
+    }
 
     params = kernels.split_grid_params(equation, shards)
     if kernels.is_interpreted(equation):
@@ -127,16 +136,16 @@ def in_shard_map(
     specs: Sequence[PartitionSpec],
     params: Mapping[str, Any],
 ) -> Any:
-    """Returns an equation that runs in a ``jax.shard_map`` over the axes that stay Auto inside.
+    """Returns an equation that runs in a ``jax.shard_map`` over the Auto axes.
 
     Args:
         code: makes equations.
-        auto: where values are along these axes.
+        auto: the shardings along the Auto axes.
         equation: the equation.
-        operands: its operands, of local shapes.
-        results: its results, of local shapes.
-        specs: the specs of the operands, and then those of the results, along these axes.
-        params: its parameters that change.
+        operands: the variables of its operands, of local shapes.
+        results: the variables of its results, of local shapes.
+        specs: the specs of the operands, followed by the specs of the results, along the Auto axes.
+        params: changes of its parameters.
     """
 
     def on_device(*blocks: Any) -> Any:
@@ -152,24 +161,24 @@ def in_shard_map(
     return code.call_function_into(mapped, equation, operands, results)
 
 
-def _auto_steps(equation: Any, auto: AutoShardings, shards: dict[int, int]) -> dict[int, Axes]:
-    """The Auto axes over which devices share the steps of dimensions of the grid.
+def _auto_grid_axes(equation: Any, auto: AutoShardings, shards: dict[int, int]) -> dict[int, Axes]:
+    """Returns the Auto axes that split dimensions of the grid, by grid dimension.
 
     Args:
         equation: a `pallas_call`.
-        auto: where values are along these axes.
-        shards: the dimensions of the grid whose steps the axes of the batch split.
+        auto: the shardings along the Auto axes.
+        shards: the grid dimensions that the batch axes split.
     """
-    arrays, whole = kernels.block_mappings_of(equation), kernels.count_index_operands(equation)
-    found, used = dict[int, Axes](), set[str]()
-    if whole + len(arrays) != len(equation.invars) + len(equation.outvars):
-        return found
-    for array, atom in zip(arrays, equation.invars[whole:], strict=False):
+    arrays, num_index_operands = kernels.block_mappings_of(equation), kernels.count_index_operands(equation)
+    grid_axes, used_axes = dict[int, Axes](), set[str]()
+    if num_index_operands + len(arrays) != len(equation.invars) + len(equation.outvars):
+        return grid_axes
+    for array, atom in zip(arrays, equation.invars[num_index_operands:], strict=False):
         dims = auto.of(atom)
-        for dim, step in kernels.grid_dims(array).items() if dims else ():
-            count = math.prod(auto.sizes[axis] for axis in dims[dim])
-            is_free = step not in shards and step not in found and used.isdisjoint(dims[dim])
-            if count > 1 and is_free and kernels.can_split_grid(equation, step, count):
-                found[step] = dims[dim]
-                used.update(dims[dim])
-    return found
+        for dim, grid_dim in kernels.grid_dims(array).items() if dims else ():
+            num_shards = math.prod(auto.sizes[axis] for axis in dims[dim])
+            is_free = grid_dim not in shards and grid_dim not in grid_axes and used_axes.isdisjoint(dims[dim])
+            if num_shards > 1 and is_free and kernels.can_split_grid(equation, grid_dim, num_shards):
+                grid_axes[grid_dim] = dims[dim]
+                used_axes.update(dims[dim])
+    return grid_axes

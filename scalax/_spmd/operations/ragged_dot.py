@@ -1,7 +1,7 @@
-"""Products of rows in groups, ``jax.lax.ragged_dot``: each device multiplies its own rows.
+"""Grouped matmuls, ``jax.lax.ragged_dot``: each device multiplies its local rows.
 
-The rows are in the order of their groups, and the sizes of the groups are those of all rows. A device has
-some of the rows: of each group as many as lie in its block.
+Rows are sorted by group, and the group sizes count the rows of all devices. The local rows of a device are a
+block of them, with its own group sizes.
 """
 
 from __future__ import annotations
@@ -21,66 +21,66 @@ from scalax._spmd.placements.placement import REPLICATE, SUM, Placement, Shard
 def row_placements(
     equation: Any, placements: Sequence[Placement]
 ) -> tuple[Sequence[Placement], Placement] | None:
-    """Returns the placements of the operands and of the result of a product whose rows are sharded.
+    """Returns the placements of the operands and of the result of a grouped matmul with sharded rows.
 
-    None if no rows are sharded, or if each example has groups of its own.
+    Returns None if the rows are unsharded, or if each example has its own groups.
 
     Args:
         equation: a `ragged_dot_general`.
-        placements: those of its operands along one axis.
+        placements: the placements of its operands along one axis.
     """
-    rows, (contracted, (batch, _), _) = ragged_dim(equation), ragged_dot_dims(equation)
-    others = dict(zip(*contracted, strict=True))
+    row_dim, (contracted, (batch, _), _) = ragged_dim(equation), ragged_dot_dims(equation)
+    right_dims = dict(zip(*contracted, strict=True))
     left, right, _ = placements
-    is_left = isinstance(left, Shard) and left.dim == rows and not left.is_state
-    is_right = isinstance(right, Shard) and right.dim == others.get(rows) and not right.is_state
-    if not (is_left or is_right) or rows in batch:
+    is_left = isinstance(left, Shard) and left.dim == row_dim and not left.is_state
+    is_right = isinstance(right, Shard) and right.dim == right_dims.get(row_dim) and not right.is_state
+    if not (is_left or is_right) or row_dim in batch:
         return None
     if len(shape_of(equation.invars[2])) != 1 or not has_all_groups(equation):
         return None
-    if rows in others:
-        return (Shard(rows), Shard(others[rows]), REPLICATE), SUM
-    dim = dim_rule(equation).dim_from_exactly([(0, rows)])
-    return None if dim is None else ((Shard(rows), REPLICATE, REPLICATE), Shard(dim))
+    if row_dim in right_dims:
+        return (Shard(row_dim), Shard(right_dims[row_dim]), REPLICATE), SUM
+    dim = dim_rule(equation).dim_from_exactly([(0, row_dim)])
+    return None if dim is None else ((Shard(row_dim), REPLICATE, REPLICATE), Shard(dim))
 
 
 def group_sizes_placement(equation: Any, left: Placement) -> Placement | None:
-    """Returns the placement of the sizes of groups where a dimension of the left operand is sharded.
+    """Returns the placement of the group sizes, given the placement of the left operand.
 
-    None if that is the dimension of the rows.
+    Returns None if the rows are sharded.
     """
-    rows, (contracted, (batch, _), _) = ragged_dim(equation), ragged_dot_dims(equation)
+    row_dim, (contracted, (batch, _), _) = ragged_dim(equation), ragged_dot_dims(equation)
     if not isinstance(left, Shard):
         return REPLICATE
-    if left.dim == rows:
+    if left.dim == row_dim:
         return None
     rank = len(shape_of(equation.invars[0]))
     kinds = [[*batch], [*contracted[0]]]
     kinds.append([dim for dim in range(rank) if dim not in kinds[0] and dim not in kinds[1]])
     prefix = [*batch]
-    if rows not in batch:
-        same_kind = next(dims for dims in kinds[1:] if rows in dims)
-        prefix += same_kind[: same_kind.index(rows)]
+    if row_dim not in batch:
+        same_kind = next(dims for dims in kinds[1:] if row_dim in dims)
+        prefix += same_kind[: same_kind.index(row_dim)]
     else:
-        prefix = prefix[: prefix.index(rows)]
+        prefix = prefix[: prefix.index(row_dim)]
     if len(shape_of(equation.invars[2])) == 1 or left.dim not in prefix:
         return REPLICATE
     return Shard(prefix.index(left.dim))
 
 
 def local_group_sizes(axes: Sequence[str], count: int) -> tuple[Callable[..., Any], Any]:
-    """Returns the function that computes how many rows of each group are in a device's block, and its key.
+    """Returns the function from global to local group sizes, and the function's cache key.
 
     Args:
-        axes: the mesh axes along which devices have rows.
-        count: how many rows a device has.
+        axes: the mesh axes that shard the rows.
+        count: the number of rows of a device.
     """
     return functools.partial(_sizes_in_block, tuple(axes), count), ('local_group_sizes', tuple(axes), count)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _sizes_in_block(axes: tuple[str, ...], count: int, sizes: Any) -> Any:
-    sizes = sizes.astype(jnp.int32)  # bytes hold no more than 255 rows
-    ends, before = jnp.cumsum(sizes), jax.lax.axis_index(axes) * count
-    first, last = (jnp.clip(each - before, 0, count) for each in (ends - sizes, ends))
+def _sizes_in_block(axes: tuple[str, ...], num_rows: int, sizes: Any) -> Any:
+    sizes = sizes.astype(jnp.int32)  # a uint8 counts up to 255 rows only
+    ends, block_start = jnp.cumsum(sizes), jax.lax.axis_index(axes) * num_rows
+    first, last = (jnp.clip(index - block_start, 0, num_rows) for index in (ends - sizes, ends))
     return last - first

@@ -1,9 +1,9 @@
-"""The `shard_map` of a user inside a step: along the axes of the batch it runs in place.
+"""The user's `shard_map` inside a step: along the batch axes, its body runs in place.
 
-The step is manual along the axes of the batch already. Operands are converted to the blocks that the specs
-of the `shard_map` say, and the collectives in its body find their axes. The body is partitioned along those
-axes of the batch that the `shard_map` leaves out; the collectives in it are along other axes, and take each
-example alone. A `shard_map` over other axes, such as that of stages, stays one inside the step.
+The step is already manual along the batch axes. The operands are converted to the shards that the specs of
+the `shard_map` ask for, and the collectives in its body find their axes. The body is partitioned along the
+batch axes that the `shard_map` leaves out; its collectives run along the other axes, for each example alone.
+A `shard_map` over other mesh axes, such as a pipeline axis, remains a `shard_map` inside the step.
 """
 
 from __future__ import annotations
@@ -35,188 +35,159 @@ from scalax._spmd.placements.placement import (
 )
 from scalax._spmd.values import Argument, CannotPartition, ShardMapBlocks, Value
 
-_Order = tuple[tuple[str, int, bool], ...]
-"""The mesh axes that shard a dimension, from the major one to the minor one: the name and size of each, and
-whether it is an axis of the batch."""
+
+class _ManualAxis(NamedTuple):
+    """A manual axis of a `shard_map`.
+
+    Attributes:
+        name: its name.
+        size: its size.
+        is_batch: whether it is a batch axis.
+    """
+
+    name: str
+    size: int
+    is_batch: bool
+
+
+_DimAxes = tuple[_ManualAxis, ...]
+"""The manual axes that shard a dimension, from major to minor."""
 
 
 class _Axes(NamedTuple):
     """The mesh axes of a `shard_map`.
 
     Attributes:
-        batch: the axes of the batch that it makes manual, with their numbers.
+        batch: the batch axes that it makes manual, with their indices.
         nested: the other axes that it makes manual.
-        left: the numbers of the axes of the batch along which its body is partitioned.
-        sizes: the sizes of the axes of the batch.
+        remaining: the indices of the batch axes along which its body is partitioned.
+        sizes: the sizes of the batch axes.
         mesh: the sizes of all mesh axes.
-        names: the names of the axes of the batch.
+        names: the names of the batch axes.
     """
 
     batch: dict[str, int]
     nested: frozenset[str]
-    left: list[int]
+    remaining: list[int]
     sizes: Sequence[int]
     mesh: dict[str, int]
     names: Sequence[str]
 
-    def orders(self, spec: PartitionSpec) -> dict[int, _Order]:
-        """The manual axes of each dimension that a spec shards."""
-        orders = {}
+    def by_dim(self, spec: PartitionSpec) -> dict[int, _DimAxes]:
+        """Returns the manual axes of each dimension that a spec shards."""
+        axes = {}
         for dim, entry in enumerate(spec):
             names = entry if isinstance(entry, tuple) else (entry,)
             manual = [name for name in names if name in self.batch or name in self.nested]
             if manual:
-                orders[dim] = tuple([(name, self.mesh[name], name in self.batch) for name in manual])
-        return orders
+                axes[dim] = tuple([_ManualAxis(name, self.mesh[name], name in self.batch) for name in manual])
+        return axes
 
-    def is_direct(self, order: _Order) -> bool:
-        """Whether placements have blocks of this order: the axes of the batch in order, then others."""
-        in_batch = [is_batch for *_, is_batch in order]
-        numbers = [self.batch[name] for name, _, is_batch in order if is_batch]
-        return numbers == sorted(numbers) and in_batch == sorted(in_batch, reverse=True)
+    def is_in_mesh_order(self, dim_axes: _DimAxes) -> bool:
+        """Returns whether placements can express the order of axes: batch axes in order, then others."""
+        is_batch = [axis.is_batch for axis in dim_axes]
+        indices = [self.batch[axis.name] for axis in dim_axes if axis.is_batch]
+        return indices == sorted(indices) and is_batch == sorted(is_batch, reverse=True)
 
     def batch_placements(self, spec: PartitionSpec, *, is_state: bool) -> dict[int, Placement]:
-        """The placements along the batch axes that are manual; those of other orders are replicated."""
+        """Returns the placements along the manual batch axes; replicated if they are in another order."""
         placements: dict[int, Placement] = dict.fromkeys(self.batch.values(), REPLICATE)
-        for dim, order in self.orders(spec).items():
-            if self.is_direct(order):
-                for name, _, is_batch in order:
-                    if is_batch:
-                        placements[self.batch[name]] = Shard(dim, is_state)
+        for dim, dim_axes in self.by_dim(spec).items():
+            if self.is_in_mesh_order(dim_axes):
+                placements |= {
+                    self.batch[axis.name]: Shard(dim, is_state) for axis in dim_axes if axis.is_batch
+                }
         return placements
 
-    def left_placements(
+    def remaining_placements(
         self, placements: Placements, spec: PartitionSpec, shape: Sequence[int]
     ) -> Placements:
-        """The placements along the other batch axes, which have the blocks inside those of the manual axes.
+        """Returns placements along the remaining batch axes, with shards inside the shards of manual axes.
 
-        Where they would not, and where blocks are of different sizes, they are replicated.
+        They are replicated where an axis would have to be the major one, or where shards would be uneven.
 
         Args:
-            placements: placements along these axes.
+            placements: the preferred placements along these axes.
             spec: the spec of the value.
             shape: the shape of the value in the body.
         """
-        orders, found = self.orders(spec), list[Placement]()
-        for i, placement in zip(self.left, placements, strict=True):
-            if isinstance(placement, Shard) and (order := orders.get(placement.dim)):
-                is_minor = all(is_batch and self.batch[name] < i for name, _, is_batch in order)
+        axes, result = self.by_dim(spec), list[Placement]()
+        for i, placement in zip(self.remaining, placements, strict=True):
+            if isinstance(placement, Shard) and (dim_axes := axes.get(placement.dim)):
+                is_minor = all(axis.is_batch and self.batch[axis.name] < i for axis in dim_axes)
                 placement = placement if is_minor else REPLICATE
-            found.append(placement)
-        counts = shard_counts(tuple(found), [self.sizes[i] for i in self.left], len(shape))
+            result.append(placement)
+        counts = shard_counts(tuple(result), [self.sizes[i] for i in self.remaining], len(shape))
         uneven = {dim for dim, size in enumerate(shape) if size % counts[dim]}
-        return tuple([REPLICATE if isinstance(x, Shard) and x.dim in uneven else x for x in found])
+        return tuple([REPLICATE if isinstance(x, Shard) and x.dim in uneven else x for x in result])
 
-    def kept_inside(
-        self, placements: Placements, ends: Placements, spec: PartitionSpec
-    ) -> tuple[Placements, dict[int, _Order]]:
-        """The placements in which a result leaves the body, and the axes of its dimensions that are joined.
+    def body_result(
+        self, placements: Placements, targets: Placements, spec: PartitionSpec
+    ) -> tuple[Placements, dict[int, _DimAxes]]:
+        """Returns the placements in which a result leaves the body, and the axes to join in each dimension.
 
-        A result that is handed to another `shard_map`, as JAX hands what a forward pass computes to the
-        backward pass, stays in blocks of examples inside those of other axes.
+        If another `shard_map` uses the result, as the backward pass uses residuals, it can stay in shards of
+        examples inside the shards of other axes.
 
         Args:
-            placements: those that it has in the body, along the axes of the batch that are left.
-            ends: those that it has outside, along these.
+            placements: its placements in the body, along the remaining batch axes.
+            targets: its placements outside, along the remaining batch axes.
             spec: its spec.
         """
-        orders = self.orders(spec)
-        joined = {dim: order for dim, order in orders.items() if not self.is_direct(order)}
-        found = [*ends]
-        for n, (i, placement, end) in enumerate(zip(self.left, placements, ends, strict=True)):
-            if not isinstance(placement, Shard) or placement == end:
+        axes = self.by_dim(spec)
+        joined = {dim: dim_axes for dim, dim_axes in axes.items() if not self.is_in_mesh_order(dim_axes)}
+        result = [*targets]
+        for n, (i, placement, target) in enumerate(zip(self.remaining, placements, targets, strict=True)):
+            if not isinstance(placement, Shard) or placement == target:
                 continue
-            order = orders.get(placement.dim, ())
-            if order and not any(is_batch for *_, is_batch in order):
-                name = self.names[i]
-                before = joined.get(placement.dim, order)
-                joined[placement.dim] = (*before, (name, self.mesh[name], True))
-                found[n] = placement
-        return tuple(found), joined
+            dim_axes = axes.get(placement.dim, ())
+            if dim_axes and not any(axis.is_batch for axis in dim_axes):
+                axis = _ManualAxis(self.names[i], self.mesh[self.names[i]], True)
+                joined[placement.dim] = (*joined.get(placement.dim, dim_axes), axis)
+                result[n] = placement
+        return tuple(result), joined
 
-    def all(self, batch: dict[int, Placement], left: Placements) -> Placements:
-        """The placements along all axes of the batch."""
-        placements = batch | dict(zip(self.left, left, strict=True))
+    def all_placements(self, batch: dict[int, Placement], remaining: Placements) -> Placements:
+        """Returns the placements along all batch axes."""
+        placements = batch | dict(zip(self.remaining, remaining, strict=True))
         return tuple([placements[i] for i in range(len(self.sizes))])
 
 
 def partition_shard_map(editor: JaxprEditor, equation: Any, values: Sequence[Value]) -> None:
-    """Writes what a `shard_map` runs: in place along the axes of the batch, and as one along others."""
-    context, manual, mesh = (
-        editor.context,
-        shard_map_manual_axes(equation),
-        dict(shard_map_mesh_shape(equation)),
+    """Writes the body of a `shard_map`: in place along the batch axes, nested along other axes."""
+    axes = _axes_of(editor, equation)
+    editor.reduce_all(values, equation)
+    atoms, arguments, has_examples = _convert_operands(editor, equation, values, axes)
+    body, specs = shard_map_jaxpr(equation)[0], shard_map_out_specs(equation)
+    partitioner = editor.context.for_shard_map(
+        equation, body, arguments, _result_layouts(editor, equation, axes), axes.remaining, axes.nested
     )
-    if context.microbatch_axis is not None:
-        raise CannotPartition(equation, 'it is in a layer of a pipeline, which runs on one microbatch')
-    if [*mesh.items()] != [*context.mesh.shape.items()]:
-        raise CannotPartition(
-            equation, f'its mesh {mesh} is not that of the step, {dict(context.mesh.shape)}'
-        )
-    numbers = {axis: i for i, axis in enumerate(context.axes)}
-    apart = [axis for axis in manual - numbers.keys() - context.code.auto if mesh[axis] > 1]
-    if apart:
-        raise CannotPartition(equation, f'devices run the loop around it apart along {sorted(apart)}')
-    axes = _Axes(
-        {axis: i for axis, i in numbers.items() if axis in manual},
-        manual & context.code.auto,
-        [i for axis, i in numbers.items() if axis not in manual],
-        context.sizes,
-        mesh,
-        context.axes,
-    )
-    body, _ = shard_map_jaxpr(equation)
-    for value in values:
-        if value.has_sum:
-            editor.reduce(value, equation)
-    atoms, arguments, has_examples = [], list[Argument](), False
-    for value, spec, var in zip(values, shard_map_in_specs(equation), body.invars, strict=True):
-        kept = editor.shard_map_blocks.get(id(value.var))
-        if kept is not None and kept.manual == manual and kept.spec == spec:
-            atoms.append(kept.atom)
-            arguments.append(Argument(kept.placements))
-            has_examples = True
-            continue
-        before = tuple([value.placements[i] for i in axes.left])
-        left = axes.left_placements(before, spec, shape_of(var))
-        placements = axes.all(axes.batch_placements(spec, is_state=value.is_state), left)
-        atom = editor.convert(value, placements, equation)
-        for dim, order in axes.orders(spec).items():
-            if not axes.is_direct(order):
-                atom = editor.emit(*_block(dim, order), equation, [atom])
-        atoms.append(atom)
-        arguments.append(Argument(left, value.origin is not None, value.is_zero))
-        has_examples |= any(isinstance(x, Shard) and not x.is_state for x in placements)
-    partitioner = context.for_shard_map(
-        equation, body, arguments, _layouts(editor, equation, axes), axes.left, axes.nested
-    )
-    backward, specs = editor.is_backward(equation), shard_map_out_specs(equation)
+    backward = editor.is_backward(equation)
     inner = partitioner.partition(body, arguments, backward=backward, at=equation)
-    ends = [
-        axes.left_placements(placements, spec, shape_of(var))
+    targets = [
+        axes.remaining_placements(placements, spec, shape_of(var))
         for placements, spec, var in zip(inner.placements, specs, body.outvars, strict=True)
     ]
-    kept_results = [axes.kept_inside(*each) for each in zip(inner.placements, ends, specs, strict=True)]
-    inside, joins = [x for x, _ in kept_results], [x for _, x in kept_results]
-    if inside != [*inner.placements]:
-        inner = partitioner.partition(body, arguments, inside, backward=backward, at=equation)
+    body_results = [axes.body_result(*args) for args in zip(inner.placements, targets, specs, strict=True)]
+    body_placements, joins = [x for x, _ in body_results], [x for _, x in body_results]
+    if body_placements != [*inner.placements]:
+        inner = partitioner.partition(body, arguments, body_placements, backward=backward, at=equation)
     is_state = not has_examples and any(value.is_state for value in values)
-    placed = [
-        axes.all(axes.batch_placements(spec, is_state=is_state), end)
-        for spec, end in zip(specs, ends, strict=True)
+    outputs = [
+        editor.define(var, axes.all_placements(axes.batch_placements(spec, is_state=is_state), target))
+        for var, spec, target in zip(equation.outvars, specs, targets, strict=True)
     ]
-    outputs = [editor.define(var, x) for var, x in zip(equation.outvars, placed, strict=True)]
-    # A result in blocks of another order comes out in a variable of its own.
+    # The blocks of a result that have to be joined get a variable of their own.
     blocks = [
-        editor.code.var(var, _sizes(shape_of(output.atom), join)) if join else output.atom
+        editor.code.var(var, _block_shape(shape_of(output.atom), join)) if join else output.atom
         for var, output, join in zip(equation.outvars, outputs, joins, strict=True)
     ]
     if axes.nested:
-        nested = [
-            [_along(spec, axes.nested) for spec in each] for each in (shard_map_in_specs(equation), specs)
+        nested_specs = [
+            [_along(spec, axes.nested) for spec in side] for side in (shard_map_in_specs(equation), specs)
         ]
         written = editor.code.nested_shard_map(
-            equation, inner.jaxpr, (nested[0], nested[1]), axes.nested, atoms, blocks
+            equation, inner.jaxpr, (nested_specs[0], nested_specs[1]), axes.nested, atoms, blocks
         )
     else:
         written = editor.code.jit_call(equation, inner.jaxpr, atoms, blocks)
@@ -224,86 +195,156 @@ def partition_shard_map(editor: JaxprEditor, equation: Any, values: Sequence[Val
     editor.include(inner, values)
     for i, (output, block, join) in enumerate(zip(outputs, blocks, joins, strict=True)):
         output.is_zero = inner.zeros[i]
-        if join:  # what joins blocks is dropped if another shard_map takes them as they are
-            editor.shard_map_blocks[id(output.var)] = ShardMapBlocks(block, manual, specs[i], inside[i])
-        for dim, order in join.items():
-            joined = editor.emit(*_joined(dim, order), equation, [block])
-            gather = RedistributeOp('all_gather', tuple(sorted(numbers[n] for n, _, b in order if b)), dim)
-            editor.eqns[-1], number = context.collective_writer.with_id(editor.eqns[-1], 'examples')
-            editor.collectives.append(
-                context.collective_writer.collective(
-                    *(gather, equation, (block, joined), None, 'examples'),
-                    is_backward=backward,
-                    collective_id=number,
-                )
+        if join:  # unused if only other shard_maps use the result, which take its blocks
+            manual = shard_map_manual_axes(equation)
+            editor.shard_map_blocks[id(output.var)] = ShardMapBlocks(
+                block, manual, specs[i], body_placements[i]
             )
-            block = joined
-        output.atom = block
+        output.atom = _join_blocks(editor, equation, block, join)
 
 
-def _layouts(editor: JaxprEditor, equation: Any, axes: _Axes) -> list[Layout | None]:
-    """The layouts that are wanted of the results of the body, along the axes that are left."""
+def _axes_of(editor: JaxprEditor, equation: Any) -> _Axes:
+    """Returns the mesh axes of a `shard_map`. Raises CannotPartition if it is not supported here."""
+    context, manual = editor.context, shard_map_manual_axes(equation)
+    mesh = dict(shard_map_mesh_shape(equation))
+    if context.microbatch_axis is not None:
+        raise CannotPartition(equation, 'it is in a layer of a pipeline, which runs on one microbatch')
+    if [*mesh.items()] != [*context.mesh.shape.items()]:
+        raise CannotPartition(
+            equation, f'its mesh {mesh} is not that of the step, {dict(context.mesh.shape)}'
+        )
+    indices = {axis: i for i, axis in enumerate(context.axes)}
+    independent = [axis for axis in manual - indices.keys() - context.code.auto if mesh[axis] > 1]
+    if independent:
+        raise CannotPartition(
+            equation, f'devices run the loop around it independently along {sorted(independent)}'
+        )
+    return _Axes(
+        {axis: i for axis, i in indices.items() if axis in manual},
+        manual & context.code.auto,
+        [i for axis, i in indices.items() if axis not in manual],
+        context.sizes,
+        mesh,
+        context.axes,
+    )
+
+
+def _convert_operands(
+    editor: JaxprEditor, equation: Any, values: Sequence[Value], axes: _Axes
+) -> tuple[list[Any], list[Argument], bool]:
+    """Converts the operands of a `shard_map` to the shards that its body takes.
+
+    Returns:
+        The atoms, the properties of the arguments of the body, and whether any operand has examples.
+    """
+    atoms, arguments, has_examples = list[Any](), list[Argument](), False
+    manual, [body, *_] = shard_map_manual_axes(equation), shard_map_jaxpr(equation)
+    for value, spec, var in zip(values, shard_map_in_specs(equation), body.invars, strict=True):
+        blocks = editor.shard_map_blocks.get(id(value.var))
+        if blocks is not None and blocks.manual == manual and blocks.spec == spec:
+            atoms.append(blocks.atom)
+            arguments.append(Argument(blocks.placements))
+            has_examples = True
+            continue
+        preferred = tuple([value.placements[i] for i in axes.remaining])
+        remaining = axes.remaining_placements(preferred, spec, shape_of(var))
+        batch_placements = axes.batch_placements(spec, is_state=value.is_state)
+        placements = axes.all_placements(batch_placements, remaining)
+        atom = editor.convert(value, placements, equation)
+        for dim, dim_axes in axes.by_dim(spec).items():
+            if not axes.is_in_mesh_order(dim_axes):
+                atom = editor.emit(*_block_function(dim, dim_axes), equation, [atom])
+        atoms.append(atom)
+        arguments.append(Argument(remaining, value.origin is not None, value.is_zero))
+        has_examples |= any(isinstance(x, Shard) and not x.is_state for x in placements)
+    return atoms, arguments, has_examples
+
+
+def _join_blocks(editor: JaxprEditor, equation: Any, block: Any, joins: Mapping[int, _DimAxes]) -> Any:
+    """Gathers the blocks of a result, and records the collectives."""
+    context = editor.context
+    for dim, dim_axes in joins.items():
+        joined = editor.emit(*_join_function(dim, dim_axes), equation, [block])
+        indices = sorted(context.axes.index(axis.name) for axis in dim_axes if axis.is_batch)
+        editor.eqns[-1], collective_id = context.collective_writer.with_id(editor.eqns[-1], 'examples')
+        editor.collectives.append(
+            context.collective_writer.collective(
+                RedistributeOp('all_gather', tuple(indices), dim),
+                equation,
+                (block, joined),
+                None,
+                'examples',
+                is_backward=editor.is_backward(equation),
+                collective_id=collective_id,
+            )
+        )
+        block = joined
+    return block
+
+
+def _result_layouts(editor: JaxprEditor, equation: Any, axes: _Axes) -> list[Layout | None]:
+    """Returns the layouts of the results of the body, along the remaining batch axes."""
     layouts = list[Layout | None]()
-    for var, spec, inside in zip(
+    for var, spec, body_var in zip(
         equation.outvars, shard_map_out_specs(equation), shard_map_jaxpr(equation)[0].outvars, strict=True
     ):
         layout = editor.context.reduction_layouts.of(var)
         if layout is not None:
-            left = tuple([layout.placements[i] for i in axes.left])
-            fits = axes.left_placements(left, spec, shape_of(inside)) == left
-            layout = layout._replace(placements=left) if fits else None
+            remaining = tuple([layout.placements[i] for i in axes.remaining])
+            fits = axes.remaining_placements(remaining, spec, shape_of(body_var)) == remaining
+            layout = layout._replace(placements=remaining) if fits else None
         layouts.append(layout)
     return layouts
 
 
 def _along(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """The part of a spec that is along some axes."""
+    """Returns the part of a spec along some axes."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    kept = [tuple([name for name in entry if name in axes]) for entry in entries]
-    return PartitionSpec(*[names or None for names in kept])
+    kept_names = [tuple([name for name in entry if name in axes]) for entry in entries]
+    return PartitionSpec(*[names or None for names in kept_names])
 
 
-def _sizes(shape: Sequence[int], joined: Mapping[int, _Order]) -> tuple[int, ...]:
-    """The shape of a result before its blocks are joined."""
+def _block_shape(shape: Sequence[int], joins: Mapping[int, _DimAxes]) -> tuple[int, ...]:
+    """Returns the shape of a result before its blocks are joined."""
     sizes = [*shape]
-    for dim, order in joined.items():
-        sizes[dim] //= math.prod(size for _, size, is_batch in order if is_batch)
+    for dim, dim_axes in joins.items():
+        sizes[dim] //= math.prod(axis.size for axis in dim_axes if axis.is_batch)
     return tuple(sizes)
 
 
-def _block(dim: int, order: _Order) -> tuple[Callable[[Any], Any], Any]:
-    """The function that cuts out a block where a spec names axes in another order, and its key."""
+def _block_function(dim: int, dim_axes: _DimAxes) -> tuple[Callable[[Any], Any], Any]:
+    """Returns the function that takes a block whose axes are not in mesh order, and its cache key."""
 
     def block(x: Any) -> Any:
-        before, sizes, after = x.shape[:dim], [size for _, size, _ in order], x.shape[dim + 1 :]
+        before, sizes, after = x.shape[:dim], [axis.size for axis in dim_axes], x.shape[dim + 1 :]
         blocks = x.reshape(*before, *sizes, x.shape[dim] // math.prod(sizes), *after)
-        for i, (name, _, is_batch) in reversed([*enumerate(order)]):
-            if is_batch:
+        for i, axis in reversed([*enumerate(dim_axes)]):
+            if axis.is_batch:
                 blocks = jax.lax.dynamic_index_in_dim(
-                    blocks, jax.lax.axis_index(name), dim + i, keepdims=False
+                    blocks, jax.lax.axis_index(axis.name), dim + i, keepdims=False
                 )
         return blocks.reshape(*before, -1, *after)
 
-    return jax.jit(block), ('block', dim, order)
+    return jax.jit(block), ('block', dim, dim_axes)
 
 
-def _joined(dim: int, order: _Order) -> tuple[Callable[[Any], Any], Any]:
-    """The function that gathers blocks where a spec names axes in another order, and its key."""
+def _join_function(dim: int, dim_axes: _DimAxes) -> tuple[Callable[[Any], Any], Any]:
+    """Returns the function that joins blocks whose axes are not in mesh order, and its cache key."""
 
-    def joined(x: Any) -> Any:
+    def join(x: Any) -> Any:
         before, after = x.shape[:dim], x.shape[dim + 1 :]
-        inside = [size for _, size, is_batch in order if not is_batch]
-        blocks = x.reshape(*before, *inside, x.shape[dim] // math.prod(inside), *after)
-        for i, (name, _, is_batch) in enumerate(order):
-            if is_batch:  # those before it are there already
-                blocks = jax.lax.all_gather(blocks, name, axis=dim + i)
+        inner_sizes = [axis.size for axis in dim_axes if not axis.is_batch]
+        blocks = x.reshape(*before, *inner_sizes, x.shape[dim] // math.prod(inner_sizes), *after)
+        for i, axis in enumerate(dim_axes):
+            if axis.is_batch:  # the dimensions of the axes before it exist by now
+                blocks = jax.lax.all_gather(blocks, axis.name, axis=dim + i)
         return blocks.reshape(*before, -1, *after)
 
-    def of_keys(keys: Any) -> Any:
-        data = joined(jax.random.key_data(keys))
+    def join_keys(keys: Any) -> Any:
+        data = join(jax.random.key_data(keys))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
 
-    def either(x: Any) -> Any:
-        return of_keys(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else joined(x)
+    def join_any(x: Any) -> Any:
+        return join_keys(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else join(x)
 
-    return jax.jit(either), ('joined', dim, order)
+    return jax.jit(join_any), ('joined', dim, dim_axes)

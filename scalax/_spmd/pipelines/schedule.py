@@ -85,8 +85,8 @@ def partition_pipeline(
     """Writes a loop over layers as a pipeline."""
     loop, facts, context = loop_of(equation), pipeline.facts, editor.context
     constants, begun, stacks = map(list, loop.split(values))
-    _reduce(editor, [x for x, fact in zip(begun, facts.carry, strict=True) if fact != SUM], equation)
-    _reduce(editor, [*constants, *stacks], equation)
+    editor.reduce_all([x for x, fact in zip(begun, facts.carry, strict=True) if fact != SUM], equation)
+    editor.reduce_all([*constants, *stacks], equation)
 
     def outside(placements: Placements, fact: Placement) -> Placements:
         """The placements of a value of a round outside of the pipeline."""
@@ -193,12 +193,6 @@ def partition_pipeline(
 def _next(begin: Placement, end: Placement) -> Placement:
     """The placement of a carried value that begins and ends a round in these."""
     return end if isinstance(begin, Partial) and not isinstance(end, Partial) else join(begin, end)
-
-
-def _reduce(editor: JaxprEditor, values: Sequence[Value], equation: Any) -> None:
-    for value in values:
-        if value.has_sum:
-            editor.reduce(value, equation)
 
 
 def _in_another_loop(equation: Any) -> Any:
