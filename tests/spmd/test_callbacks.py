@@ -168,7 +168,9 @@ def test_one_for_blocks_runs_on_every_device():
 def test_beside_other_axes_an_old_jax_leaves_the_step_to_the_compiler():
     helper, spec = MESHES['hsdp and tp']
     step = helper.sjit(debugged, in_shardings=(P(), spec), batch_argnums=1)
-    with pytest.warns(PartitioningWarning, match='it runs callbacks, which this version of JAX does not support'):
+    with pytest.warns(
+        PartitioningWarning, match='it runs callbacks, which this version of JAX does not support'
+    ):
         step(W, X)
     jax.effects_barrier()
     assert len(CALLS) == 1
@@ -253,6 +255,6 @@ def test_a_sharding_along_other_axes_is_the_compilers():
 
     assert told_by(fun, helper=helper, spec=spec) == (
         'fun is not partitioned along its batch: it asks for the sharding of a value, part of which '
-        f'the compiler decides (along tp) (line 1 of fun). {FALLS_BACK}\nWhat to do: leave it out, and read the '
-        'compiled program, or turn partitioning off with batch_argnums=().'
+        f'the compiler decides (along tp) (line 1 of fun). {FALLS_BACK}\nWhat to do: leave it out, and read '
+        'the compiled program, or turn partitioning off with batch_argnums=().'
     )
