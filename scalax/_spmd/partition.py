@@ -18,7 +18,6 @@ from scalax._jax.equations import (
     has_effects,
     inner_jaxprs,
     open_jaxpr,
-    ragged_dim,
     shape_of,
     size_of,
     takes_arrays,
@@ -42,7 +41,7 @@ from scalax._spmd.operations.elementwise import write_pointwise
 from scalax._spmd.operations.embedding_tables import is_indexed, local_lookup
 from scalax._spmd.operations.local_sorts import local_group_operands, record_local_sort, write_local_rows
 from scalax._spmd.operations.pallas_kernels import kernel_along_auto_axes, kernel_params
-from scalax._spmd.operations.ragged_dot import local_group_sizes
+from scalax._spmd.operations.ragged_dot import write_local_group_sizes
 from scalax._spmd.operations.slices import MAX_SENT_SLICES, local_slice
 from scalax._spmd.operations.user_shard_maps import partition_shard_map
 from scalax._spmd.placements.auto_shardings import AutoShardings
@@ -242,7 +241,7 @@ class _JaxprPartitioner(JaxprEditor):
             self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), new_vars))
         else:
             if name == 'ragged_dot_general' and id(equation) not in self.local_group_sizes:
-                atoms[2] = self._local_group_sizes(equation, atoms, operands[0])
+                atoms[2] = write_local_group_sizes(self, equation, atoms, operands[0])
             params = self._inner_jaxpr_params(name, equation)
             if name in OPS_WITH_SIZES:
                 params = local_params(equation, [*map(shape_of, atoms)], [*map(shape_of, new_vars)])
@@ -289,19 +288,6 @@ class _JaxprPartitioner(JaxprEditor):
             return self.context.partition(jaxpr, arguments, ends, at=equation).jaxpr
 
         return params_with_jaxprs(equation, change)
-
-    def _local_group_sizes(self, equation: Any, atoms: Sequence[Any], placements: Placements) -> Any:
-        """Returns the group sizes of a device's local rows; the global ones if rows are unsharded."""
-        row_dim = ragged_dim(equation)
-        axes = [
-            axis
-            for axis, x in zip(self.context.axes, placements, strict=True)
-            if isinstance(x, Shard) and x.dim == row_dim
-        ]
-        if not axes:
-            return atoms[2]
-        function, key = local_group_sizes(axes, shape_of(atoms[0])[row_dim])
-        return self.emit(function, key, equation, atoms[2:])
 
     def _summed_slice_dims(self, operand: Placements, result: Placements) -> dict[int, list[str]]:
         """Returns the dimensions whose slice is summed over devices, and the axes that shard each of them."""
