@@ -39,9 +39,13 @@ from scalax._spmd.operations.cudnn_attention import ATTENTION, attention_along_a
 from scalax._spmd.operations.custom_partitioning import partition_custom
 from scalax._spmd.operations.elementwise import write_pointwise
 from scalax._spmd.operations.embedding_tables import is_indexed, local_lookup
-from scalax._spmd.operations.local_sorts import local_group_operands, record_local_sort, write_local_rows
+from scalax._spmd.operations.local_sorts import (
+    local_group_operands,
+    record_local_sort,
+    write_local_group_sizes,
+    write_local_rows,
+)
 from scalax._spmd.operations.pallas_kernels import kernel_along_auto_axes, kernel_params
-from scalax._spmd.operations.ragged_dot import write_local_group_sizes
 from scalax._spmd.operations.slices import MAX_SENT_SLICES, local_slice
 from scalax._spmd.operations.user_shard_maps import partition_shard_map
 from scalax._spmd.placements.auto_shardings import AutoShardings

@@ -1,4 +1,4 @@
-"""Local sorts, as of tokens by expert: each device sorts its local rows.
+"""Local sorts, as of tokens by expert, and their groups: each device sorts its local rows.
 
 A global sort would mix the rows of all devices. But if the operations after it do not depend on the order of
 rows within a group, and finally restore the original order (which `scalax._jaxpr.sort_orders` proves), each
@@ -18,6 +18,7 @@ from scalax._jax.equations import open_jaxpr, ragged_dim, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.sort_orders import find_sorted_block
 from scalax._spmd.conversions import JaxprEditor
+from scalax._spmd.operations.ragged_dot import local_group_sizes
 from scalax._spmd.placements.placement import REPLICATE, Placements, Shard
 from scalax._spmd.values import Value
 
@@ -82,6 +83,34 @@ def local_group_operands(
     if left.placements != row_placements:
         left = Value(left.var, row_placements, editor.convert(left, row_placements, equation))
     return [left, right, Value(sizes.var, editor.context.replicated, editor.local_group_sizes[id(equation)])]
+
+
+def write_local_group_sizes(
+    editor: JaxprEditor, equation: Any, atoms: Sequence[Any], placements: Placements
+) -> Any:
+    """Writes the computation of a device's local group sizes if the rows of a grouped matmul are sharded.
+
+    Args:
+        editor: the editor of the jaxpr.
+        equation: a `ragged_dot_general`.
+        atoms: its operands, with the global group sizes.
+        placements: the placements of its left operand.
+
+    Returns:
+        The local group sizes, or the global ones if the rows are unsharded.
+    """
+    row_dim = ragged_dim(equation)
+    axes = tuple(
+        [
+            axis
+            for axis, x in zip(editor.context.axes, placements, strict=True)
+            if isinstance(x, Shard) and x.dim == row_dim
+        ]
+    )
+    if not axes:
+        return atoms[2]
+    function, key = local_group_sizes(axes, shape_of(atoms[0])[row_dim])
+    return editor.emit(function, key, equation, atoms[2:])
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -7,18 +7,15 @@ block of them, with its own group sizes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from scalax._jax.equations import has_all_groups, ragged_dim, ragged_dot_dims, shape_of
 from scalax._jaxpr.dim_rules import dim_rule
-from scalax._spmd.placements.placement import REPLICATE, SUM, Placement, Placements, Shard
-
-if TYPE_CHECKING:
-    from scalax._spmd.conversions import JaxprEditor
+from scalax._spmd.placements.placement import REPLICATE, SUM, Placement, Shard
 
 
 def row_placements(
@@ -71,33 +68,14 @@ def group_sizes_placement(equation: Any, left: Placement) -> Placement | None:
     return Shard(prefix.index(left.dim))
 
 
-def write_local_group_sizes(
-    editor: JaxprEditor, equation: Any, atoms: Sequence[Any], placements: Placements
-) -> Any:
-    """Writes the computation of a device's local group sizes if the rows of a grouped matmul are sharded.
+def local_group_sizes(axes: tuple[str, ...], num_rows: int) -> tuple[Callable[..., Any], Any]:
+    """Returns the function from global to local group sizes, and the function's cache key.
 
     Args:
-        editor: the editor of the jaxpr.
-        equation: a `ragged_dot_general`.
-        atoms: its operands, with the global group sizes.
-        placements: the placements of its left operand.
-
-    Returns:
-        The local group sizes, or the global ones if the rows are unsharded.
+        axes: the mesh axes that shard the rows.
+        num_rows: the number of rows of a device.
     """
-    row_dim = ragged_dim(equation)
-    axes = tuple(
-        [
-            axis
-            for axis, x in zip(editor.context.axes, placements, strict=True)
-            if isinstance(x, Shard) and x.dim == row_dim
-        ]
-    )
-    if not axes:
-        return atoms[2]
-    num_rows = shape_of(atoms[0])[row_dim]
-    function = functools.partial(_sizes_in_block, axes, num_rows)
-    return editor.emit(function, ('sizes_in_block', axes, num_rows), equation, atoms[2:])
+    return functools.partial(_sizes_in_block, axes, num_rows), ('local_group_sizes', axes, num_rows)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
