@@ -1,7 +1,7 @@
-"""`MeshShardingHelper`: a mesh, and everything that can be done with sharding rules on it.
+"""`MeshShardingHelper`: a mesh, with methods that apply sharding rules on it.
 
-Each method is one call into a package below and holds the documentation for users. Reports, pictures and
-plans are imported by the methods that make them: most programs need none of them.
+Each method holds the documentation for users, and calls a function of one of the packages. Methods import
+reports, pictures and plans themselves, because most programs do not need them.
 """
 
 from __future__ import annotations
@@ -46,54 +46,55 @@ if TYPE_CHECKING:
     from scalax.explain import ShardingReport
     from scalax.visualize import Visualization
 
-Given = ParamSpec('Given')
+Params = ParamSpec('Params')
 Result = TypeVar('Result')
 Tree = TypeVar('Tree')
 
 
 class MeshShardingHelper:
-    """A mesh of devices, and what can be done with sharding rules on it.
+    """A mesh of devices, with methods that apply sharding rules on it.
 
-    Where a method takes *rules*, one rule is a `ShardingRule`, a ``PartitionSpec``, a ``NamedSharding`` of
-    this mesh, or None, which leaves a leaf to the compiler (`sjit`, `explain`). A pytree prefix of the tree
-    may hold rules: a rule at a node is for the entire subtree. `scalax.sharding` has the classes of
-    rules; ``a | b`` and ``a & b`` combine them.
+    *rules* are one rule or a pytree of rules. A rule is a `ShardingRule`, a ``PartitionSpec``, a
+    ``NamedSharding`` on this mesh, or None, which leaves the sharding to the compiler (in `sjit` and
+    `explain`). A pytree of rules is a prefix of the tree: the rule at a node applies to the entire subtree.
+    `scalax.sharding` has the classes of rules, and ``a | b`` and ``a & b`` combine rules.
 
-    ============================  =================================================================
-    to                            use
-    ============================  =================================================================
-    make a helper                 the constructor, `from_mesh`, `from_topology`
-    place a tree, and fetch it    `shard`, `gather`; leaf by leaf `make_shard_and_gather_fns`
-    move a tree between meshes    `reshard`
-    compile a function            `sjit`, `shard_map`
-    constrain values inside it    `with_sharding_constraint`, `with_sharding_annotation`
-    look at shardings             `explain`, `visualize`, `match_sharding_rule`, `abstract`
-    know the cost beforehand      `plan`
-    check the values              `verify`
-    load batches                  `local_data_to_global_array`, `prefetch`, `process_examples`
-    bring host data back          `global_array_to_local_data`, `broadcast_from`
-    be active outside of `sjit`   `get_context`; `get_global_mesh_helper` and others find it
-    ============================  =================================================================
+    ===============================  ================================================================
+    to                               use
+    ===============================  ================================================================
+    create a helper                  the constructor, `from_mesh`, `from_topology`
+    shard and fetch a tree           `shard`, `gather`; by leaf, `make_shard_and_gather_fns`
+    move a tree to another mesh      `reshard`
+    compile a function               `sjit`, `shard_map`
+    constrain values in a function   `with_sharding_constraint`, `with_sharding_annotation`
+    inspect shardings                `explain`, `visualize`, `match_sharding_rule`, `abstract`
+    estimate memory and time         `plan`
+    check numerical correctness      `verify`
+    load batches                     `local_data_to_global_array`, `prefetch`, `process_examples`
+    copy results to the hosts        `global_array_to_local_data`, `broadcast_from`
+    activate it outside of `sjit`    `get_context`; `get_global_mesh_helper` returns the active helper
+    ===============================  ================================================================
 
     Args:
-        axis_dims: the size of each mesh axis; one may be -1, for all remaining devices.
+        axis_dims: the size of each mesh axis. One size may be -1, for all remaining devices.
         axis_names: the name of each mesh axis.
-        mesh_axis_splitting: allow one physical axis of a TPU slice to serve several mesh axes, as for
-            8x8 on a 4x4x4 slice. It may cost bandwidth.
-        dcn_axis_dims: for several slices: the number of slices along each axis. Each entry of `axis_dims` is
-            then a total, and a multiple of the entry here.
-        devices: the devices to use; all by default.
-        axis_types: one ``jax.sharding.AxisType`` for all axes or one for each; Auto by default.
-        on_indivisible: the policy for bare PartitionSpecs where a dimension does not divide:
-            ``'error'``, ``'replicate'`` or ``'warn'``. Rules carry their own.
+        mesh_axis_splitting: allow one physical axis of a TPU slice to be split over several mesh axes, as for
+            an 8x8 mesh on a 4x4x4 slice. This may reduce bandwidth.
+        dcn_axis_dims: for meshes over several slices, the number of slices along each axis. Each size in
+            `axis_dims` then counts the devices of all slices, and is a multiple of the number of slices.
+        devices: the devices of the mesh. By default, all devices.
+        axis_types: a ``jax.sharding.AxisType`` for all axes, or a sequence with one for each axis. The
+            default is Auto.
+        on_indivisible: the policy for PartitionSpecs if a dimension does not divide by its mesh axes:
+            ``'error'``, ``'replicate'`` or ``'warn'``. A `ShardingRule` has its own policy.
         partition_batch: whether `sjit` finds the batch among a function's arguments and partitions the
             function along it (docs/partitioning.md). If False, only functions with
             ``sjit(..., batch_argnums=...)`` are partitioned.
-        partitioning: the dtypes in which compiled functions gather weights and reduce gradients, and when,
-            unless ``sjit(..., partitioning=...)`` says so; None is ``BatchPartitioning()``.
+        partitioning: the default of ``sjit(..., partitioning=...)``: how functions gather weights and reduce
+            gradients. None means ``BatchPartitioning()``.
 
     Raises:
-        MeshError: dimensions, names, types and devices do not fit together.
+        MeshError: the sizes, names, types and devices do not match.
 
     Example:
         >>> import numpy as np
@@ -150,16 +151,17 @@ class MeshShardingHelper:
         partition_batch: bool = True,
         partitioning: BatchPartitioning | None = None,
     ) -> Self:
-        """A helper over an existing mesh; an AbstractMesh is enough for everything that needs no devices.
+        """Creates a helper for an existing mesh.
 
         Args:
-            mesh: any ``jax.sharding.Mesh``, with its axis types as they are, or an ``AbstractMesh``.
+            mesh: a ``jax.sharding.Mesh``, whose axis types are kept, or an ``AbstractMesh``, for methods that
+                need no devices.
             on_indivisible: as in the constructor.
             partition_batch: as in the constructor.
             partitioning: as in the constructor.
 
         Raises:
-            MeshError: *mesh* is neither.
+            MeshError: *mesh* is neither a Mesh nor an AbstractMesh.
         """
         helper = cls.__new__(cls)
         helper._set_up(meshes.checked_mesh(mesh), on_indivisible, partition_batch, partitioning)
@@ -180,30 +182,32 @@ class MeshShardingHelper:
         partition_batch: bool = True,
         partitioning: BatchPartitioning | None = None,
     ) -> Self:
-        """A helper over TPUs or GPUs that are not attached, to compile and to plan for.
+        """Creates a helper for TPUs or GPUs that are not attached, to compile and plan for them.
 
-        GPUs are named by the number of their hosts and of the GPUs of each: ``'h100:8'``, ``'h100:4x8'``; or,
-        where NVLink joins several hosts, by domains, hosts and GPUs: ``'gb200:4x18x4'``. What NVLink joins is
-        a slice. GPUs of a host, and of a domain, are adjacent: the last mesh axes are inside.
+        A TPU slice is named by its type and shape, such as ``'v5p:4x4x4'``. GPUs are named by the numbers of
+        hosts and of GPUs per host, such as ``'h100:4x8'`` (or ``'h100:8'`` for one host). If NVLink connects
+        several hosts, they are named by the numbers of NVLink domains, of hosts per domain, and of GPUs per
+        host, such as ``'gb200:4x18x4'``. An NVLink domain counts as a slice. GPUs of a host, and of a domain,
+        are adjacent in the mesh: the last mesh axes are the innermost.
 
         Args:
-            topology: the slice, such as ``'v5p:4x4x4'``, or the GPUs, such as ``'h100:4x8'``; with a target
-                config of your own ``'gpu.txtpb:4x1x8'``.
-            num_slices: the number of slices, joined by the data-center network; of GPUs that of NVLink
-                domains, if *topology* does not have it.
-            axis_dims: over all slices together; this and the others as in the constructor.
+            topology: the TPU slice or the GPUs. With a GPU target config in a file, ``'gpu.txtpb:4x1x8'``.
+            num_slices: the number of TPU slices, connected by the data-center network; or the number of
+                NVLink domains, if *topology* does not contain it.
+            axis_dims: as in the constructor, over all slices together.
             axis_names: as in the constructor.
             mesh_axis_splitting: as in the constructor.
-            dcn_axis_dims: as in the constructor; needed with several slices of TPUs. Of GPUs, mesh axes are
-                over domains in the order of the mesh by default.
+            dcn_axis_dims: as in the constructor. Required for several TPU slices. For GPUs, the first mesh
+                axes extend over domains by default.
             axis_types: as in the constructor.
             on_indivisible: as in the constructor.
             partition_batch: as in the constructor.
             partitioning: as in the constructor.
 
         Raises:
-            MissingDependencyError: the compiler for TPUs or for GPUs is not installed, or does not fit JAX.
-            MeshError: the topology is unknown, or cannot hold the mesh.
+            MissingDependencyError: the compiler for TPUs or GPUs is not installed, or its version does not
+                match JAX.
+            MeshError: the topology is unknown, or its size does not match the mesh.
         """
         return cls(
             axis_dims,
@@ -219,8 +223,10 @@ class MeshShardingHelper:
 
     @property
     def mesh(self) -> Mesh:
-        """The ``jax.sharding.Mesh`` (an ``AbstractMesh`` if the helper was made from one)."""
-        return cast(Mesh, self._mesh)  # for the common case: users would have to narrow it at every use
+        """The ``jax.sharding.Mesh``, or ``AbstractMesh`` if the helper was created from one."""
+        return cast(
+            Mesh, self._mesh
+        )  # typed as Mesh, because users would have to narrow a union at every use
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -239,7 +245,7 @@ class MeshShardingHelper:
 
     @property
     def on_indivisible(self) -> OnIndivisible:
-        """The policy for bare PartitionSpecs where a dimension does not divide."""
+        """The policy for PartitionSpecs if a dimension does not divide by its mesh axes."""
         return self._on_indivisible
 
     @property
@@ -249,7 +255,7 @@ class MeshShardingHelper:
 
     @property
     def partitioning(self) -> BatchPartitioning | None:
-        """How compiled functions gather weights and reduce gradients; None is ``BatchPartitioning()``."""
+        """How functions gather weights and reduce gradients, or None for ``BatchPartitioning()``."""
         return self._partitioning
 
     def __reduce__(self) -> Any:
@@ -258,11 +264,11 @@ class MeshShardingHelper:
             'partition_batch': self._partition_batch,
             'partitioning': self._partitioning,
         }
-        return _unpickled, (type(self), meshes.pickled(self._mesh), options)
+        return _unpickle, (type(self), meshes.pickled(self._mesh), options)
 
     def __repr__(self) -> str:
-        auto = set(self.axis_types) <= {AxisType.Auto}
-        types = '' if auto else '; ' + ', '.join(kind.name for kind in self.axis_types)
+        all_auto = set(self.axis_types) <= {AxisType.Auto}
+        types = '' if all_auto else '; ' + ', '.join(axis_type.name for axis_type in self.axis_types)
         return f'MeshShardingHelper({MeshAxes.of(self._mesh)}{types})'
 
     # --- Placing trees ---------------------------------------------------------------------------
@@ -273,23 +279,24 @@ class MeshShardingHelper:
     def shard(self, tree: Tree, rules: RuleLike) -> Tree: ...
     @renamed(pytree='tree')
     def shard(self, tree: Any, rules: RuleLike) -> Any:
-        """Places a tree of arrays on the mesh, in one transfer.
+        """Shards a tree of arrays over the mesh, in one transfer.
 
         Args:
-            tree: leaves may be arrays of JAX and numpy, Python numbers, and typed PRNG keys.
-            rules: a rule, a PartitionSpec, a NamedSharding of this mesh, or a pytree prefix of these.
+            tree: the tree. Leaves may be JAX and NumPy arrays, Python numbers, and typed PRNG keys.
+            rules: a rule, a PartitionSpec, a NamedSharding on this mesh, or a pytree prefix of these.
 
         Returns:
-            The tree as jax.Arrays, sharded by the rules.
+            The tree with jax.Arrays, sharded by the rules.
 
         Raises:
-            ShardingError: some leaves cannot be sharded as asked; all are named, and nothing is moved.
+            ShardingError: some leaves cannot be sharded as the rules specify. The error lists all of them,
+                and nothing is moved.
             StructureError: the rules are not a prefix of the tree.
-            DataError: the processes of the mesh place different trees; raised on all of them.
+            DataError: the processes of the mesh pass different trees. Raised on all processes.
         """
         meshes.require_devices(self._mesh, 'shard')
         return transfer.put_on_mesh(
-            self.mesh, tree, lambda: shardings_with_warnings(self._resolved(rules, tree), self._mesh)
+            self.mesh, tree, lambda: shardings_with_warnings(self._resolve(rules, tree), self._mesh)
         )
 
     def reshard(
@@ -302,34 +309,37 @@ class MeshShardingHelper:
         donate: bool = False,
         memory: int | str | None = None,
     ) -> Any:
-        """Moves a tree of arrays from any mesh to this one: to fewer devices, more, others, in another order.
+        """Moves a tree of arrays from any mesh to this mesh.
 
-        Each device sends parts of its own blocks straight to the devices that need them; what is on its
-        device already stays. Values are equal bit by bit, and weak types stay: a step that was compiled for
-        *tree* on this mesh is not compiled again. Every process of the program calls it.
+        The meshes may have different devices, any number of them, in any order. Each device sends parts of
+        its shards directly to the devices that need them, and data that is on the right device already is
+        not sent. Values are bit-identical and weak types are kept, so that a step that was compiled for
+        *tree* on this mesh is not compiled again. Every process of the program has to call it.
 
         Args:
-            tree: arrays in the memory of devices. Where a process holds nothing of an array, a
-                ``jax.ShapeDtypeStruct`` with its sharding stands for it.
-            rules: as for `shard`, for the tree that results.
-            mapping: the names of leaves in the result, in the forms of `load_safetensors`: from leaf paths to
-                leaf paths. ``'w[2]'`` is layer 2 of the array ``'w'``, which is stacked; ``'layers/*/w'``
-                are the layers of an array, each one leaf. The result is then a tree of nested dicts.
-            dtype: what floating-point leaves are cast to, on the way; float8 leaves are not. A cast leaf has
-                no weak type.
-            donate: delete each leaf as soon as it has been moved. Without it, the result shares no memory
+            tree: arrays in device memory. If this process holds no shard of an array, pass a
+                ``jax.ShapeDtypeStruct`` with its sharding instead.
+            rules: as for `shard`, for the resulting tree.
+            mapping: the new names of leaves, from leaf paths to leaf paths, in the forms of
+                `load_safetensors`. ``'w[2]'`` is layer 2 of the stacked array ``'w'``. ``'layers/*/w'`` are
+                the layers of an array, one leaf each. The result is then a tree of nested dicts.
+            dtype: the dtype to which floating-point leaves are cast, except for float8 leaves. A cast leaf
+                has no weak type.
+            donate: delete each leaf as soon as it has been moved. By default, the result shares no memory
                 with *tree*.
-            memory: a bound, such as ``'2GiB'``, on what is alive on each device beside its blocks of *tree*
-                and of the result: arrays move in parts. By default each block moves in one piece.
+            memory: a limit, such as ``'2GiB'``, on the memory that each device needs besides its shards of
+                *tree* and of the result. Arrays then move in parts. By default, each block moves in one
+                piece.
 
         Returns:
-            The tree as jax.Arrays on this mesh, sharded by the rules.
+            The tree with jax.Arrays on this mesh, sharded by the rules.
 
         Raises:
-            ArgumentError: the mapping does not fit the tree; leaves were deleted, or are host data; an
+            ArgumentError: the mapping does not match the tree; leaves are deleted arrays or host data; an
                 option is invalid.
-            ShardingError: some leaves cannot be sharded as asked; all are named, and nothing is moved.
-            DataError: the processes of the program move different trees; raised on all of them.
+            ShardingError: some leaves cannot be sharded as the rules specify. The error lists all of them,
+                and nothing is moved.
+            DataError: the processes of the program pass different trees. Raised on all processes.
 
         Example:
             >>> import jax, numpy as np
@@ -351,21 +361,22 @@ class MeshShardingHelper:
     def gather(self, tree: Tree) -> Tree: ...
     @renamed(pytree='tree')
     def gather(self, tree: Any) -> Any:
-        """Fetches a tree of arrays to the host, on every process: as numpy arrays of the global shapes.
+        """Fetches a tree of arrays to every host, as NumPy arrays of the global shapes.
 
-        Leaves of other kinds are returned as they are. NumPy has no weak types: a state that is fetched and
-        placed again is compiled for once more, if it has some. `reshard` and checkpoints keep weak types.
+        Leaves that are not jax.Arrays are returned unchanged. NumPy has no weak types: if state with weak
+        types is fetched and sharded again, a step is compiled again for it. `reshard` and checkpoints keep
+        weak types.
 
         Raises:
-            DataError: processes fetch different leaves from one another; raised on all of them.
+            DataError: the processes fetch different leaves. Raised on all processes.
         """
         return transfer.to_host(tree)
 
     @renamed(pytree='tree', sharding_rule='rules')
     def make_shard_and_gather_fns(self, tree: Any, rules: RuleLike) -> tuple[Any, Any]:
-        """Two trees of functions, for placing and for fetching each leaf.
+        """Returns two trees of functions, one to shard and one to gather each leaf.
 
-        `shard` and `gather` do the same for an entire tree at once, and need no such trees.
+        `shard` and `gather` do the same for an entire tree at once.
         """
         meshes.require_devices(self._mesh, 'make_shard_and_gather_fns')
         return transfer.shard_and_gather_functions(self.match_sharding_rule(rules, tree))
@@ -381,14 +392,14 @@ class MeshShardingHelper:
     @overload
     def sjit(
         self,
-        fun: Callable[Given, Result],
+        fun: Callable[Params, Result],
         in_shardings: RuleLike = None,
         out_shardings: RuleLike = None,
         static_argnums: int | Iterable[int] | None = None,
         args_sharding_constraint: RuleLike = None,
         annotation_shardings: Mapping[str, RuleLike] | None = None,
         **options: Unpack[SjitOptions],
-    ) -> SjitFunction[Given, Result]: ...
+    ) -> SjitFunction[Params, Result]: ...
     @overload
     def sjit(
         self,
@@ -399,7 +410,7 @@ class MeshShardingHelper:
         args_sharding_constraint: RuleLike = None,
         annotation_shardings: Mapping[str, RuleLike] | None = None,
         **options: Unpack[SjitOptions],
-    ) -> Callable[[Callable[Given, Result]], SjitFunction[Given, Result]]: ...
+    ) -> Callable[[Callable[Params, Result]], SjitFunction[Params, Result]]: ...
     def sjit(
         self,
         fun: Callable[..., Any] | None = None,
@@ -419,50 +430,52 @@ class MeshShardingHelper:
         partitioning: BatchPartitioning | None = None,
         **jit_kwargs: Any,
     ) -> SjitFunction[..., Any] | Callable[[Callable[..., Any]], SjitFunction[..., Any]]:
-        """Compiles a function like ``jax.jit``, with shardings given by rules.
+        """Compiles a function like ``jax.jit``, with shardings from rules.
 
-        ``helper.sjit(fun, ...)``, ``@helper.sjit`` and ``@helper.sjit(...)`` all work, on functions,
-        methods (``self`` is argument 0, usually static) and callable objects.
+        Use it as ``helper.sjit(fun, ...)``, ``@helper.sjit`` or ``@helper.sjit(...)``, for functions, methods
+        (``self`` is argument 0, usually static) and callable objects.
 
         Args:
             fun: the function.
-            in_shardings: the shardings of the arguments: a tuple or list by position (static arguments
-                not counted), a dict by argument name, or one rule for every argument; leaf paths start
-                inside each argument. None leaves arguments as they are.
-            out_shardings: the shardings of the output: a rule or a pytree prefix of rules. An output, or
-                top-level element of it, without a rule takes the shardings of a donated argument with
-                exactly its structure, shapes and dtypes.
-            static_argnums: positions of arguments that are part of the program; may be negative.
-            args_sharding_constraint: like `in_shardings`, but reshards inside the function.
-            annotation_shardings: annotation name -> rule, for `with_sharding_annotation`.
-            static_argnames: names of arguments that are part of the program.
-            donate_argnums: positions of arguments whose buffers may be reused.
-            donate_argnames: names of arguments whose buffers may be reused.
-            batch_argnums: positions of arguments that are a batch, along which the function is partitioned
-                (docs/partitioning.md). By default those that are placed by specs alone and are not donated,
-                if other arguments are placed by rules. ``()`` turns partitioning off.
-            batch_argnames: names of arguments that are a batch.
-            on_mismatch: an argument that is committed to another sharding is an ``'error'``, or is
-                moved at every such call (``'reshard'``).
-            pipeline: the mesh axis that holds layers in stages, and the number of microbatches: loops over
-                layers that are sharded over this axis run as pipelines (docs/pipeline_parallelism.md).
-            partitioning: the dtypes in which weights are gathered and gradients reduced, and when
-                (docs/partitioning.md); None takes that of the helper.
-            **jit_kwargs: further options of ``jax.jit``, such as ``compiler_options``.
+            in_shardings: the rules for the arguments: a tuple or list by position (without the static
+                arguments), a dict by argument name, or one rule for every argument. Leaf paths start inside
+                each argument. An argument with None keeps its sharding.
+            out_shardings: the rules for the outputs: a rule or a pytree prefix of rules. If an output, or a
+                top-level element of it, has no rule, and a donated argument has exactly its structure, shapes
+                and dtypes, it gets the shardings of that argument.
+            static_argnums: the positions of the static arguments, which are part of the compiled program.
+                They may be negative.
+            args_sharding_constraint: like `in_shardings`, but the arguments are resharded inside the
+                function.
+            annotation_shardings: a dict from the names in `with_sharding_annotation` to rules.
+            static_argnames: the names of the static arguments.
+            donate_argnums: the positions of the donated arguments, whose buffers may be reused.
+            donate_argnames: the names of the donated arguments.
+            batch_argnums: the positions of the batch arguments, along which the function is partitioned
+                (docs/partitioning.md). By default, if rules shard some of the arguments, these are the
+                arguments that only specs shard and that are not donated. ``()`` disables partitioning.
+            batch_argnames: the names of the batch arguments.
+            on_mismatch: what to do with an argument that is committed to another sharding: ``'error'`` raises
+                PlacementError, ``'reshard'`` moves the argument at every such call.
+            pipeline: the mesh axis of the pipeline stages, and the number of microbatches. Scans over layers
+                that are sharded over this axis run as pipelines (docs/pipeline_parallelism.md).
+            partitioning: how weights are gathered and gradients are reduced: the dtypes, and when
+                (docs/partitioning.md). None uses the helper's `partitioning`.
+            **jit_kwargs: other options of ``jax.jit``, such as ``compiler_options``.
 
         Returns:
-            An `SjitFunction`: called like *fun*, with ``lower``, ``trace``, ``eval_shape``,
-            ``shardings_for``, ``get_jitted_function_by_args`` and ``clear_cache``. On a terminal and in a
-            notebook a line on stderr shows how long a first call compiles (``compiling step ... 41 s``);
-            the environment variable ``SCALAX_PROGRESS=0`` turns it off.
+            An `SjitFunction`, which is called like *fun*. It has the methods ``lower``, ``trace``,
+            ``eval_shape``, ``shardings_for``, ``explain_propagation``, ``get_jitted_function_by_args`` and
+            ``clear_cache``. In a terminal or notebook, a line on stderr shows the progress of the first call
+            (``compiling step ... 41 s``), unless the environment variable ``SCALAX_PROGRESS`` is 0.
 
         Raises:
-            ArgumentError: options that *fun* does not fit; at a call, arguments that are not arrays,
-                static ones that cannot be hashed, arrays that were donated before.
-            StructureError: rules whose structure does not fit the arguments or the output.
-            ShardingError: leaves that cannot be sharded as asked; all of them are named.
-            PlacementError: arguments that are committed to another sharding.
-            StagesError: a step that cannot run as a pipeline.
+            ArgumentError: the options do not match the parameters of *fun*. At a call: an argument is not an
+                array, or has been donated before, or a static argument cannot be hashed.
+            StructureError: the rules do not have the structure of the arguments or the outputs.
+            ShardingError: some leaves cannot be sharded as the rules specify. The error lists all of them.
+            PlacementError: some arguments are committed to another sharding.
+            StagesError: the function cannot run as a pipeline.
 
         Example:
             >>> import jax.numpy as jnp
@@ -497,13 +510,13 @@ class MeshShardingHelper:
     @overload
     def shard_map(
         self,
-        fun: Callable[Given, Result],
+        fun: Callable[Params, Result],
         in_specs: RuleLike,
         out_specs: RuleLike,
         *,
         axis_names: str | Iterable[str] | None = None,
         check_vma: bool = True,
-    ) -> Callable[Given, Result]: ...
+    ) -> Callable[Params, Result]: ...
     @overload
     def shard_map(
         self,
@@ -513,7 +526,7 @@ class MeshShardingHelper:
         out_specs: RuleLike,
         axis_names: str | Iterable[str] | None = None,
         check_vma: bool = True,
-    ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]: ...
+    ) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]: ...
     def shard_map(
         self,
         fun: Callable[..., Any] | None = None,
@@ -523,34 +536,34 @@ class MeshShardingHelper:
         axis_names: str | Iterable[str] | None = None,
         check_vma: bool = True,
     ) -> Callable[..., Any]:
-        """Maps a function over blocks of its arguments like ``jax.shard_map``, with rules in place of specs.
+        """Maps a function over shards of its arguments like ``jax.shard_map``, with rules in place of specs.
 
-        Arguments with other shardings than `in_specs` gives are resharded, also where JAX would refuse them
-        (Explicit axes; other devices, outside of a compiled function).
+        Arguments with other shardings than `in_specs` are resharded, even if JAX would reject them: on
+        Explicit axes, and, outside of a compiled function, on other devices.
 
         Args:
-            fun: the function of one device's blocks; it may use collectives (``jax.lax.psum`` ...). Without
-                it the result is a decorator.
-            in_specs: how the arguments are cut: rules in all the forms that `sjit` takes for
-                ``in_shardings``. None takes the blocks that an argument has, on Explicit axes only. A size
-                that does not divide is an error whatever the policy. A rule with a choice, such as FSDP, may
-                replicate small arrays: *fun* has to handle that.
-            out_specs: how the outputs are put together: a spec, or a pytree prefix of specs, or of rules
-                that look at paths only (the shape of an output depends on its spec).
-            axis_names: the mesh axes along which *fun* sees blocks; all by default. Axes that are left
-                out stay with the compiler; specs may name them, after the manual ones of a dimension, to
+            fun: the function of one device's local shards. It may use collectives, such as ``jax.lax.psum``.
+                Without it, the result is a decorator.
+            in_specs: how the arguments are sharded: rules in any form that ``in_shardings`` of `sjit`
+                accepts. None keeps the sharding of an argument, on Explicit axes only. A dimension that does
+                not divide by its mesh axes is an error under every policy. Some rules, such as FSDP,
+                replicate small arrays, which *fun* has to support.
+            out_specs: how the outputs are sharded: a spec, or a pytree prefix of specs or of rules that look
+                at paths only (because the global shape of an output depends on its spec).
+            axis_names: the manual mesh axes, along which *fun* sees local shards. By default, all axes. The
+                compiler handles the other axes. Specs may name them, after the manual axes of a dimension, to
                 shard the arguments and outputs further.
-            check_vma: as in ``jax.shard_map``: whether JAX checks that outputs are replicated where
-                `out_specs` claims it.
+            check_vma: as in ``jax.shard_map``: whether JAX checks that outputs are replicated along the axes
+                that `out_specs` does not name.
 
         Returns:
-            A function with the parameters of *fun*. Inside, this helper is active.
+            A function with the parameters of *fun*. This helper is active inside *fun*.
 
         Raises:
-            MeshError: `axis_names` names an axis that the mesh lacks, or one that is manual already.
-            RuleError: rules in `out_specs` that look at more than paths.
-            ShardingError: leaves that cannot be cut as asked; all of them are named.
-            StructureError: rules whose structure does not fit the arguments or the outputs.
+            MeshError: `axis_names` names an axis that the mesh does not have, or that is manual already.
+            RuleError: a rule in `out_specs` looks at more than paths.
+            ShardingError: some leaves cannot be sharded as the rules specify. The error lists all of them.
+            StructureError: the rules do not have the structure of the arguments or the outputs.
 
         Example:
             >>> import jax, numpy as np
@@ -572,34 +585,34 @@ class MeshShardingHelper:
     with_sharding_constraint = staticmethod(constraints.with_sharding_constraint)
     with_sharding_annotation = staticmethod(constraints.with_sharding_annotation)
 
-    # --- Looking at shardings, and planning ------------------------------------------------------
+    # --- Shardings, plans and verification -------------------------------------------------------
 
     @renamed(sharding_rules='rules', pytree='tree')
     def match_sharding_rule(self, rules: RuleLike, tree: Any) -> Any:
-        """The sharding that rules give each leaf of a tree on this mesh.
+        """Returns the sharding that rules give each leaf of a tree on this mesh.
 
         Args:
             rules: as for `shard`.
-            tree: as for `shard`; leaves may also be ``jax.ShapeDtypeStruct`` or types (``jax.typeof``).
+            tree: as for `shard`. Leaves may also be ``jax.ShapeDtypeStruct`` or types (``jax.typeof``).
 
         Returns:
-            A pytree of NamedSharding with the structure of *tree*.
+            A pytree of NamedShardings with the structure of *tree*.
 
         Raises:
-            ShardingError: some leaves cannot be sharded as asked; all of them are named.
+            ShardingError: some leaves cannot be sharded as the rules specify. The error lists all of them.
             StructureError: the rules are not a prefix of the tree.
         """
-        found = self._resolved(rules, tree)
-        return jax.tree.unflatten(found.treedef, found.shardings)
+        resolution = self._resolve(rules, tree)
+        return jax.tree.unflatten(resolution.treedef, resolution.shardings)
 
-    def _resolved(self, rules: RuleLike, tree: Any, mode: ResolveMode = ResolveMode.CONCRETE) -> Resolution:
+    def _resolve(self, rules: RuleLike, tree: Any, mode: ResolveMode = ResolveMode.CONCRETE) -> Resolution:
         return resolve(rules, tree, self._mesh, mode=mode, on_indivisible=self._on_indivisible)
 
     @renamed(pytree='tree')
     def abstract(self, tree: Any, rules: RuleLike) -> Any:
-        """The tree as ``jax.ShapeDtypeStruct`` with shardings: a restore target, or input to a plan.
+        """Returns a tree of ``jax.ShapeDtypeStruct`` with shardings, to restore a checkpoint or to plan for.
 
-        Weak types stay: a Python number is the struct of the array that `shard` makes of it.
+        The structs have the types of the arrays that `shard` would return, including weak types.
 
         Args:
             tree: as for `match_sharding_rule`.
@@ -616,31 +629,31 @@ class MeshShardingHelper:
 
     @renamed(pytree='tree')
     def explain(self, tree: Any, rules: RuleLike) -> ShardingReport:
-        """Reports the sharding of each leaf, the rule that chose it, and its size; prints as a table.
+        """Reports the sharding of each leaf, the rule that chose it, and its size. ``print`` shows a table.
 
         Args:
             tree: as for `match_sharding_rule`.
-            rules: as for `match_sharding_rule`; None (leave it to the compiler) is shown as such.
+            rules: as for `match_sharding_rule`. None, which leaves a leaf to the compiler, is shown as such.
         """
         from scalax.explain import make_report
 
-        return make_report(rules, self._resolved(rules, tree, ResolveMode.BOUNDARY), dict(self._mesh.shape))
+        return make_report(rules, self._resolve(rules, tree, ResolveMode.BOUNDARY), dict(self._mesh.shape))
 
     @renamed(tree_or_array='tree')
     def visualize(self, tree: Any, rules: RuleLike = None) -> Visualization:
-        """Which device holds which block: a picture for terminals and notebooks.
+        """Draws which device holds which block of each leaf, for terminals and notebooks.
 
         Args:
-            tree: with rules, as for `match_sharding_rule`. Without, every leaf has a sharding, of
-                any mesh: jax.Arrays, and the ``jax.ShapeDtypeStruct`` that `abstract` makes.
-            rules: shows where these would place each leaf; None shows the leaves as they are placed.
+            tree: with rules, as for `match_sharding_rule`. Without rules, every leaf needs a sharding on any
+                mesh: a jax.Array, or a ``jax.ShapeDtypeStruct`` from `abstract`.
+            rules: the rules that shard the leaves. None shows the current shardings.
 
         Returns:
             A `Visualization`: ``print`` it, end a notebook cell with it, or write it with ``to_html(path)``.
 
         Raises:
-            ShardingError: leaves that the rules cannot place, or that have no sharding where there are no
-                rules.
+            ShardingError: the rules cannot shard some leaves, or, without rules, some leaves have no
+                sharding.
 
         Example:
             >>> from scalax.sharding import MeshShardingHelper, PartitionSpec
@@ -661,29 +674,29 @@ class MeshShardingHelper:
         return visualize(tree if rules is None else self.abstract(tree, rules))
 
     def plan(self, fun: Callable[..., Any], /, *args: Any, quick: bool | None = None, **kwargs: Any) -> Plan:
-        """The memory and the communication of a function, which is compiled and not run.
+        """Reports the memory, communication and time of a function. It is compiled but not run.
 
         Args:
-            fun: a function that `sjit` made, or one of ``jax.jit`` over this mesh. Any other is compiled with
-                its arguments as they are placed.
-            *args: its arguments; ``jax.ShapeDtypeStruct`` and ``jax.typeof`` will do.
-            quick: have the TPU compiler generate no code, which takes most of its time: seconds instead of
-                minutes. Memory is then what it plans: within 1 % of that of a full plan on decoders of
-                1B to 70B, but a guide only below 2 GiB (16 % less for a lone product).
-                `scalax.plan.Plan.quick` is then True, and shardings are those that were asked for. Other
-                compilers are quick anyway.
+            fun: a function of `sjit`, or of ``jax.jit`` on this mesh. Any other function is compiled with the
+                shardings of its arguments.
+            *args: its arguments, which may be ``jax.ShapeDtypeStruct`` or types (``jax.typeof``).
+            quick: skip code generation in the TPU compiler, which takes most of the compilation time: seconds
+                instead of minutes. The memory is then the compiler's estimate. It is within 1 % of a full
+                plan for decoders of 1B to 70B parameters, but less accurate below 2 GiB (16 % too low for a
+                single matmul). `scalax.plan.Plan.quick` is then True, and shardings are the specified ones.
+                Other compilers ignore this option.
             **kwargs: its keyword arguments.
 
         Returns:
-            A `scalax.plan.Plan`: memory, and whether it fits; shardings, collectives, and what bounds the
-            step. It prints as a page of text. On a mesh of `from_topology` it is the plan of that hardware,
-            by its own compiler; a step that does not fit has a plan too (``plan.fits`` is False).
+            A `scalax.plan.Plan`: the memory and whether it fits, the shardings, the collectives, and the
+            bottleneck of the step. It prints as a page of text. On a mesh of `from_topology`, that hardware's
+            compiler makes the plan. A step that does not fit has a plan as well (``plan.fits`` is False).
 
         Raises:
-            PlanError: the compiler failed, or the compiled program cannot be read.
-            MeshError: the helper was made from an AbstractMesh.
-            ArgumentError: *fun* is not a function, or has an argument of its own that is called ``quick``; or
-                nothing places it on a mesh whose devices are not attached.
+            PlanError: the compiler failed, or scalax cannot read the compiled program.
+            MeshError: the helper was created from an AbstractMesh.
+            ArgumentError: *fun* is not a function, or has an argument called ``quick``; or the devices of the
+                mesh are not attached, and neither *fun* nor its arguments have shardings on it.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -716,36 +729,35 @@ class MeshShardingHelper:
         inside: bool | None = None,
         **kwargs: Any,
     ) -> VerificationReport:
-        """Whether a step computes on this mesh what it computes on one device.
+        """Checks that a step gives the same results on this mesh as on one device.
 
-        The step runs on both, with several sets of arguments and several steps in a row, each of which takes
-        what the one before returned. All results are compared, on all devices. What rounding explains is
-        sampled by running it on one device with random rounding errors; integers, booleans and keys that do
-        not depend on rounded values have to be equal (docs/verify.md).
+        The step runs on the mesh and on one device, for several sets of arguments. For each set, several
+        steps run in a row, and each takes the results of the previous one. The results of all devices are
+        compared. The tolerance is sampled: the step runs on one device with random rounding errors.
+        Integers, booleans and keys that do not depend on rounded values have to be equal (docs/verify.md).
 
         Args:
-            fun: a function that `sjit` or ``jax.jit`` made. Without arguments: a function that takes a helper
-                and returns one with the tuple of its arguments, as for ``scalax plan``; needed where the code
-                of the step holds the mesh, as a `shard_map` may.
-            *args: its arguments. Values of a ``jax.ShapeDtypeStruct`` are drawn by what the step does with
-                them. Arrays are taken as they are once, and then with other values like them.
-            seeds: with how many sets of arguments it runs (3).
-            steps: how many steps run in a row (2).
-            config: what the function that makes the step takes besides the helper, such as a dataclass or a
-                dict: its numbers are made smaller if the devices of this mesh are not here, as of
-                `from_topology`, or the arguments are large. Without it, the shapes of the arguments are.
-            inside: compare all intermediate values as well, if the results are equal (False).
+            fun: a function of `sjit` or ``jax.jit``. Or, without *args*, a function that takes a helper and
+                returns such a function with the tuple of its arguments, as for ``scalax plan``. This form is
+                required if the code of the step uses the mesh, for example in a `shard_map`.
+            *args: its arguments. For a ``jax.ShapeDtypeStruct``, values are sampled that suit the operations
+                on it. Arrays are used once with their own values, and then with similar values.
+            seeds: the number of sets of arguments. The default is 3.
+            steps: the number of steps in a row. The default is 2.
+            config: the second argument of the function that makes the step, such as a dataclass or a dict.
+                Its numbers are reduced if the devices of this mesh are not attached (`from_topology`) or
+                the arguments are large. Without it, the shapes of the arguments are reduced.
+            inside: if the results are equal, compare all intermediate values as well. The default is False.
             **kwargs: its keyword arguments.
 
         Returns:
-            A `scalax.testing.VerificationReport`: ``.ok``,
-            ``.differences`` with paths, errors and tolerances,
-            and ``.first_difference`` with the line of the first operation that differs. ``str()`` of it is a
-            page of text.
+            A `scalax.testing.VerificationReport`: ``.ok``, ``.differences`` with paths, errors and
+            tolerances, and ``.first_difference`` with the line of the first operation that differs. It prints
+            as a page of text.
 
         Raises:
-            ArgumentError: *fun* is not a function, or one that cannot run on one device; or an option has the
-                name of one of its arguments.
+            ArgumentError: *fun* is not a function, or cannot run on one device; or an option has the name of
+                one of its arguments.
             MeshError: there are too few devices for a small mesh with all axes.
 
         Example:
@@ -764,9 +776,9 @@ class MeshShardingHelper:
         from scalax._planning.report.make_plan import reject_misspelt, reject_own_argument
         from scalax._verification.verify import verify
 
-        given = {'seeds': seeds, 'steps': steps, 'config': config, 'inside': inside}
-        reject_misspelt(fun, kwargs, given, 'verify')
-        options = {name: value for name, value in given.items() if value is not None}
+        all_options = {'seeds': seeds, 'steps': steps, 'config': config, 'inside': inside}
+        reject_misspelt(fun, kwargs, all_options, 'verify')
+        options = {name: value for name, value in all_options.items() if value is not None}
         for name in options if args or kwargs else ():
             reject_own_argument(fun, name, 'verify', 'bind it with functools.partial')
         return verify(self, fun, args, kwargs, **options)
@@ -784,19 +796,19 @@ class MeshShardingHelper:
         local_batch: Literal['equal_share', 'addressable'] = 'equal_share',
         check_replicas: bool = False,
     ) -> Any:
-        """Makes global arrays of the data that each process holds.
+        """Creates global arrays from the data of each process.
 
         Args:
-            tree: this process's data. Scalars are replicated, and must agree on all processes. NumPy
-                arrays must not change while the result is in use: on CPU it may share their memory.
-            batch_axis: the batch dimension, along which the data of all processes are joined, in process
-                order; may be negative.
-            mesh_axis_subset: the mesh axes over which the batch is sharded; all of them by default, in
-                mesh order. Over the other axes it is replicated.
-            check: make sure that the data of all processes have the same structure, shapes and dtypes, and
-                equal scalars: one all-gather of 20 bytes a process, which waits for the programs that are
-                queued on the devices. Without it, processes that disagree may wait for one another for ever.
-                On a single process there is nothing to check.
+            tree: the data of this process. Scalars are replicated, and must be equal on all processes. NumPy
+                arrays must not change while the result is in use, because on CPU it may share their memory.
+            batch_axis: the batch dimension, along which the data of all processes are concatenated in process
+                order. It may be negative.
+            mesh_axis_subset: the mesh axes over which the batch is sharded. By default, all axes in mesh
+                order. Over the other axes the batch is replicated.
+            check: check that the data of all processes have the same structure, shapes and dtypes, and equal
+                scalars. This costs one all-gather of 20 bytes per process, which waits for the programs that
+                are queued on the devices. Without the check, processes that disagree may deadlock. With a
+                single process there is nothing to check.
             local_batch: which examples *tree* holds. ``'equal_share'``: an equal share of the batch; only
                 examples that the devices of another process need are sent there. ``'addressable'``: the
                 examples that this process's devices hold, as `process_examples` lists them; nothing is sent.
@@ -804,12 +816,12 @@ class MeshShardingHelper:
                 several processes hold.
 
         Returns:
-            The tree as global jax.Arrays.
+            The tree with global jax.Arrays.
 
         Raises:
-            DataError: the global batch does not divide by the mesh axes, or processes disagree; all such
-                leaves are named, on every process.
-            MeshError: an axis that the mesh does not have.
+            DataError: the global batch does not divide by the mesh axes, or the processes disagree. The error
+                lists all such leaves, on every process.
+            MeshError: the mesh has no such axis.
 
         Example:
             >>> import numpy as np
@@ -835,24 +847,24 @@ class MeshShardingHelper:
         check: bool = True,
         local_batch: Literal['equal_share', 'addressable'] = 'equal_share',
     ) -> Prefetch[Tree]:
-        """Iterates over global arrays that a background thread loads ahead.
+        """Iterates over batches as global arrays, which a background thread loads ahead.
 
-        The thread asks the iterable for batches and copies them to this process's devices. Processes
-        communicate in ``next``. An error of the loader is raised there as it is; with ``check`` the other
-        processes get a DataError about it, and a process whose data ends early is noticed.
+        The thread iterates over the loader and copies batches to this process's devices. Processes
+        communicate only in ``next``, which also raises the errors of the loader. With ``check``, the other
+        processes then raise a DataError, as they do if the data of one process ends early.
 
         Args:
-            iterable: of trees, as for `local_data_to_global_array`. A loader may fill the same memory again
-                for each batch.
+            iterable: the loader, an iterable of trees as for `local_data_to_global_array`. It may reuse the
+                same memory for each batch.
             batch_axis: as for `local_data_to_global_array`.
             mesh_axis_subset: as for `local_data_to_global_array`.
-            size: the most batches in memory, not counting those that the loop holds.
-            check: as for `local_data_to_global_array`, at each batch.
+            size: the maximum number of batches in memory, without the batches that the caller holds.
+            check: as for `local_data_to_global_array`, for each batch.
             local_batch: as for `local_data_to_global_array`.
 
         Returns:
-            An iterator, also a context manager; it stops loading when it is closed or dropped. Type checkers
-            take its batches for those of *iterable*.
+            An iterator that is also a context manager. It stops loading when it is closed or deleted. For
+            type checkers its batches have the type of the loader's batches.
 
         Example:
             >>> import numpy as np
@@ -878,17 +890,17 @@ class MeshShardingHelper:
         They are the examples of a global batch that this process's devices hold.
 
         Args:
-            global_batch: the number of examples of the global batch.
-            batch_axis: as for `local_data_to_global_array`; which examples are needed does not depend on it.
+            global_batch: the number of examples in the global batch.
+            batch_axis: as for `local_data_to_global_array`. The result does not depend on it.
             mesh_axis_subset: as for `local_data_to_global_array`.
 
         Returns:
-            A slice if the examples are consecutive, else their indices in ascending order. A NumPy array
-            takes either: ``batch[helper.process_examples(len(batch))]``.
+            A slice if the examples are consecutive, and otherwise their indices in ascending order. Both can
+            index a NumPy array: ``batch[helper.process_examples(len(batch))]``.
 
         Raises:
             DataError: the batch does not divide by the mesh axes.
-            MeshError: an axis that the mesh does not have.
+            MeshError: the mesh has no such axis.
 
         Example:
             >>> from scalax.sharding import MeshShardingHelper
@@ -909,34 +921,38 @@ class MeshShardingHelper:
         *,
         local_batch: Literal['equal_share', 'addressable'] = 'equal_share',
     ) -> Any:
-        """The inverse of `local_data_to_global_array`: this process's data, as numpy arrays (keys: as keys).
+        """Returns this process's part of global arrays, the inverse of `local_data_to_global_array`.
+
+        The result has NumPy arrays, and typed PRNG keys for keys.
 
         Args:
-            tree: global jax.Arrays; what this process holds entirely is returned entirely.
-            batch_axis: the batch dimension; may be negative.
+            tree: global jax.Arrays. An array that is entirely on this process's devices is returned entirely.
+            batch_axis: the batch dimension, which may be negative.
             local_batch: ``'equal_share'``: this process's equal share, in process order; if it is on the
                 devices of other processes, all processes fetch the leaf together. ``'addressable'``: the
                 examples that this process's devices hold.
 
         Raises:
-            DataError: leaves without such a share; all of them are named, on every process.
+            DataError: some leaves cannot be divided in this way. The error lists all of them, on every
+                process.
         """
         return global_array_to_local_data(tree, batch_axis, local_batch)
 
     def broadcast_from(self, process: int, tree: Tree) -> Tree:
-        """Gives every process the values that one of them has.
+        """Broadcasts a tree of values from one process to all processes.
 
         Args:
-            process: the index of that process.
-            tree: a tree of the same structure, shapes and dtypes on every process; the values of the
-                others do not matter, and may be ``jax.ShapeDtypeStruct`` there.
+            process: the index of the process that sends its values.
+            tree: a tree with the same structure, shapes and dtypes on every process. The other processes may
+                pass any values, or ``jax.ShapeDtypeStruct``.
 
         Returns:
-            The tree in host memory, equal bit by bit: numpy arrays, Python numbers, typed PRNG keys. A
-            jax.Array of a weak type becomes a numpy array, which has none.
+            The tree in host memory, with bit-identical values: NumPy arrays, Python numbers, and typed PRNG
+            keys. A jax.Array with a weak type becomes a NumPy array, which has no weak type.
 
         Raises:
-            DataError: the trees differ, or cannot be sent; processes and leaves are named, on every process.
+            DataError: the trees differ, or cannot be sent. The error lists processes and leaves, on every
+                process.
 
         Example:
             >>> from scalax.sharding import MeshShardingHelper
@@ -952,35 +968,37 @@ class MeshShardingHelper:
     def get_context(
         self, annotation_shardings: Mapping[str, RuleLike] | None = None
     ) -> active_helper.ActiveHelper:
-        """A context manager in which this helper is active, as it is inside `sjit`; on Explicit axes a
-        plain ``jax.jit`` in it also needs ``jax.set_mesh(helper.mesh)``.
+        """Returns a context manager that activates this helper, as `sjit` does inside compiled functions.
+
+        With Explicit axes, a plain ``jax.jit`` also needs ``jax.set_mesh(helper.mesh)``.
 
         Args:
-            annotation_shardings: annotation name -> rule; bindings outside are inherited.
+            annotation_shardings: a dict from the names in `with_sharding_annotation` to rules. Bindings of
+                enclosing contexts stay active.
         """
         return active_helper.ActiveHelper(self, self._contexts, annotation_shardings)
 
     @classmethod
     def get_global_mesh_helper(cls) -> MeshShardingHelper | None:
-        """The helper that is active in this thread, or None."""
+        """Returns the helper that is active in this thread, or None."""
         context = active_helper.current()
         return cast('MeshShardingHelper', context.helper) if context else None
 
     @classmethod
     def get_global_mesh(cls) -> Mesh | None:
-        """The mesh of the active helper, or None."""
+        """Returns the mesh of the active helper, or None."""
         context = active_helper.current()
         return context.helper.mesh if context else None
 
     @classmethod
     def get_global_annotation_shardings(cls) -> dict[str, RuleLike] | None:
-        """The annotation bindings in force, inherited ones included; None without an active helper."""
+        """Returns the active annotation bindings, including inherited ones, or None without a helper."""
         context = active_helper.current()
         return context.rules() if context else None
 
-    # `help` orders what is in a class by `_fields`, and by name without it.
+    # `help` lists the members of a class in the order of `_fields`.
     _fields = ('__init__', *(name for name in vars() if not name.startswith('_')))
 
 
-def _unpickled(cls: type[MeshShardingHelper], parts: Any, options: Mapping[str, Any]) -> MeshShardingHelper:
+def _unpickle(cls: type[MeshShardingHelper], parts: Any, options: Mapping[str, Any]) -> MeshShardingHelper:
     return cls.from_mesh(meshes.unpickled(parts), **options)
