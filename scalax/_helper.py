@@ -909,9 +909,8 @@ class MeshShardingHelper:
         """
         meshes.require_devices(self._mesh, 'process_examples')
         batch_layout.checked_axis(batch_axis)
-        return batch_layout.process_examples(
-            self.mesh, global_batch, batch_layout.layout_of(self.mesh, mesh_axis_subset)
-        )
+        layout = batch_layout.layout_of(self.mesh, mesh_axis_subset)
+        return batch_layout.process_examples(self.mesh, global_batch, layout)
 
     @renamed(pytree='tree')
     def global_array_to_local_data(
