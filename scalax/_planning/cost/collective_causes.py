@@ -1,4 +1,4 @@
-"""Why a program has a collective: its cause, its part of a step, and the reason for which scalax wrote it."""
+"""Why a program has a collective: its cause, its phase, and the reason that scalax wrote it for."""
 
 from __future__ import annotations
 
@@ -10,95 +10,99 @@ from scalax._planning.program.phases import Phase, phase_of
 from scalax._planning.program.provenance import is_spmd_generated, nearby_instructions
 from scalax._spmd.placements.collectives import COLLECTIVE_SCOPE
 
-# The operations of JAX that ask for collectives; psum has several names.
-_ASKED_FOR = (
+# JAX operations that are collectives; psum has several names.
+_COLLECTIVE_OPS = (
     *('all_gather', 'all_to_all', 'pbroadcast', 'pmax', 'pmin', 'ppermute', 'psum', 'ragged_all_to_all'),
     'reduce_scatter',
 )
 Cause = Literal['program', 'sharding', 'resharding', 'halo', 'ring', 'padding', 'compiler']
 
 
-def collective_index(run: CollectiveInstance | None) -> int | None:
-    """Returns the number of a collective that scalax wrote, which is in the name of its operation."""
-    found = None if run is None else COLLECTIVE_SCOPE.search(run.op_name)
-    return None if found is None else int(found[2])
+def collective_index(instance: CollectiveInstance | None) -> int | None:
+    """Returns the index of a collective that scalax wrote, from its op name; None for others."""
+    match = None if instance is None else COLLECTIVE_SCOPE.search(instance.op_name)
+    return None if match is None else int(match[2])
 
 
 def reason_of(
-    run: CollectiveInstance,
+    instance: CollectiveInstance,
     origin: CollectiveInstance | None,
     reasons: Mapping[int, str],
-    numbers: Container[int],
+    indices: Container[int],
 ) -> str:
-    """Returns why scalax wrote a collective; empty if it did not, or if that is not known.
+    """Returns why scalax wrote a collective; empty if it did not, or if the reason is unknown.
 
     Args:
-        run: the collective.
-        origin: the collective of the partitioner's program that it comes from, as far as is known.
-        reasons: the reasons, by numbers.
-        numbers: those of all collectives of the program. One of them without a number is another one than
-            those that have theirs, whatever is next to it.
+        instance: the collective.
+        origin: the collective of the partitioner's program that it comes from; None if that is unknown.
+        reasons: index -> reason.
+        indices: the indices of all collectives of the program. A collective without an index is never the
+            same as one with an index, even if it seems to come from it.
     """
-    number = collective_index(run)
-    if number is None:
-        number = collective_index(origin)
-        number = None if number in numbers else number
-    return '' if number is None else reasons.get(number, '')
+    index = collective_index(instance)
+    if index is None:
+        index = collective_index(origin)
+        index = None if index in indices else index
+    return '' if index is None else reasons.get(index, '')
 
 
-def collective_phase(run: CollectiveInstance) -> Phase:
-    """The part of a step that a collective belongs to.
+def collective_phase(instance: CollectiveInstance) -> Phase:
+    """Returns the phase of a collective.
 
-    That which moves the state of a loop has no op name. It is part of what is next to it, else of the loop.
+    A collective that moves the state of a loop has no op name. It is in the phase of a nearby instruction, or
+    of the loop.
     """
-    if run.op_name:
-        return phase_of(run.op_name)
-    visit = run.visit
-    near = nearby_instructions(run.computation, run.instruction)
-    parts = [visit.phase_of(item) for item in near if item.opcode != 'parameter']
-    if visit.caller is not None:
-        parts.append(visit.phase_of(visit.caller))
-    return next((part for part in parts if part != 'other'), 'other')
+    if instance.op_name:
+        return phase_of(instance.op_name)
+    parent = instance.parent
+    nearby = nearby_instructions(instance.computation, instance.instruction)
+    phases = [parent.phase_of(item) for item in nearby if item.opcode != 'parameter']
+    if parent.caller is not None:
+        phases.append(parent.phase_of(parent.caller))
+    return next((phase for phase in phases if phase != 'other'), 'other')
 
 
-def is_scattered(run: CollectiveInstance, group: int) -> bool:
-    """Whether only slices of an all-reduce are used, each as large as the part of a device of its group."""
-    users = run.computation.users.get(run.instruction.name, [])
+def is_scattered(instance: CollectiveInstance, group: int) -> bool:
+    """Whether each device uses only a slice of an all-reduce, as large as its shard of a reduce-scatter."""
+    users = instance.computation.users.get(instance.instruction.name, [])
     slices = [user for user in users if user.opcode == 'dynamic-slice']
     return (
-        run.kind == 'all-reduce'
+        instance.kind == 'all-reduce'
         and 0 < len(slices) == len(users)
-        and all(user.bytes * group == run.instruction.bytes for user in slices)
+        and all(user.bytes * group == instance.instruction.bytes for user in slices)
     )
 
 
-def cause_of(run: CollectiveInstance, origin: CollectiveInstance | None) -> Cause:
-    """Why a program has a collective, which comes from one of the partitioner's."""
+def cause_of(instance: CollectiveInstance, origin: CollectiveInstance | None) -> Cause:
+    """Returns the cause of a collective, which comes from one of the partitioner's program."""
     if origin is None:
         return 'compiler'
-    if run.kind == 'collective-permute' != origin.kind:
+    if instance.kind == 'collective-permute' != origin.kind:
         return 'padding'
     instruction = origin.instruction
     if COLLECTIVE_SCOPE.search(origin.op_name):
         return 'sharding'
-    # Older compilers do not mark what the partitioner added.
-    asked = instruction.op_name.rpartition('/')[2].startswith(_ASKED_FOR)
-    if asked and not is_spmd_generated(instruction):
+    # Older compilers do not mark the instructions that the partitioner added.
+    is_user_collective = instruction.op_name.rpartition('/')[2].startswith(_COLLECTIVE_OPS)
+    if is_user_collective and not is_spmd_generated(instruction):
         return 'program'
     if origin.kind != 'collective-permute':
-        return 'resharding' if origin.kind == 'all-gather' and _is_sliced_again(origin) else 'sharding'
+        is_resharding = origin.kind == 'all-gather' and _is_sliced_again(origin)
+        return 'resharding' if is_resharding else 'sharding'
     if instruction.op_name.endswith('dot_general'):
         return 'ring'
-    moved = origin.computation.instructions.get(instruction.operands[0])
-    return 'halo' if moved is not None and moved.opcode in ('slice', 'dynamic-slice') else 'sharding'
+    operand = origin.computation.instructions.get(instruction.operands[0])
+    return 'halo' if operand is not None and operand.opcode in ('slice', 'dynamic-slice') else 'sharding'
 
 
-def _is_sliced_again(run: CollectiveInstance) -> bool:
-    """Whether each device keeps of the result no more than a block of its own."""
-    computation = run.computation
-    users = computation.users.get(run.instruction.name, [])
-    places = [maker for user in users for maker in computation.producers_of(user)]
-    by_device = any(
-        near.opcode == 'partition-id' for each in places for near in nearby_instructions(computation, each)
+def _is_sliced_again(instance: CollectiveInstance) -> bool:
+    """Whether each device uses only a slice of the result, which depends on the device."""
+    computation = instance.computation
+    users = computation.users.get(instance.instruction.name, [])
+    producers = [producer for user in users for producer in computation.producers_of(user)]
+    depends_on_device = any(
+        item.opcode == 'partition-id'
+        for producer in producers
+        for item in nearby_instructions(computation, producer)
     )
-    return by_device and all(user.opcode == 'dynamic-slice' for user in users)
+    return depends_on_device and all(user.opcode == 'dynamic-slice' for user in users)

@@ -1,4 +1,4 @@
-"""The program as the SPMD partitioner left it: the origin of what a later program runs."""
+"""SPMD provenance: the collective of the SPMD partitioner that a collective of a later program comes from."""
 
 from __future__ import annotations
 
@@ -11,147 +11,151 @@ from scalax._planning.cost.collective_instances import CollectiveInstance, Kind,
 from scalax._planning.program.hlo import Computation, Instruction, Module
 from scalax._spmd.placements.collectives import COLLECTIVE_SCOPE
 
-# What a collective may become, beside its own kind: between slices and inside of them it is several, and a
-# permute moves what was padded.
-_BECOMES: dict[Kind, tuple[Kind, ...]] = {
+# The kinds that later passes may turn a collective into, besides its own: a collective within and between
+# slices becomes several, and a permute moves padding.
+_LATER_KINDS: dict[Kind, tuple[Kind, ...]] = {
     'all-gather': ('collective-permute',),
     'all-reduce': ('reduce-scatter', 'all-gather', 'collective-permute'),
     'reduce-scatter': ('all-reduce', 'collective-permute'),
 }
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="[^"]*"')
-_PADDING = 0.1  # of the bytes of a collective
-_FAR = 300  # instructions to look at around one without an op name
+_MAX_PADDING = 0.1  # of the bytes of a collective
+_MAX_NEIGHBORS = 300  # instructions to search around one without an op name
 
 
 class PartitionerCollectives:
-    """The collectives of the partitioner's program, to be found again from those of a later one.
+    """The collectives of the partitioner's program, to be matched with those of a later program.
 
     Args:
-        runs: the collectives.
-        names: the names of the operations of collectives in the later program.
+        collectives: the collectives.
+        op_names: the op names of the collectives of the later program.
     """
 
-    def __init__(self, runs: Iterable[MeshCollective], names: Container[str] = ()) -> None:
-        # By what tells of each: its channel, its operation, and the function of that.
-        self._known: dict[tuple[str, str], list[MeshCollective]] = collections.defaultdict(list)
-        # Collectives with numbers of their own that no name of the later program has.
-        self._unnamed: list[MeshCollective] = []
-        for each in runs:
-            if COLLECTIVE_SCOPE.search(each.run.op_name) and each.run.op_name not in names:
-                self._unnamed.append(each)
-            self._known['channel', each.run.channel].append(each)
-            self._known['operation', each.run.op_name].append(each)
-            if function := _function(each.run.op_name):
-                self._known['function', function].append(each)
+    def __init__(self, collectives: Iterable[MeshCollective], op_names: Container[str] = ()) -> None:
+        # By channel, by op name, and by the function of that.
+        self._by_key: dict[tuple[str, str], list[MeshCollective]] = collections.defaultdict(list)
+        # The collectives that scalax wrote and whose op name the later program lacks.
+        self._nameless: list[MeshCollective] = []
+        for collective in collectives:
+            op_name = collective.instance.op_name
+            if COLLECTIVE_SCOPE.search(op_name) and op_name not in op_names:
+                self._nameless.append(collective)
+            self._by_key['channel', collective.instance.channel].append(collective)
+            self._by_key['operation', op_name].append(collective)
+            if function := _function(op_name):
+                self._by_key['function', function].append(collective)
 
-    def origin(self, wanted: MeshCollective, later: Module) -> CollectiveInstance | None:
-        """The collective that one of a later program comes from; None for one that a later pass added.
+    def origin(self, later: MeshCollective, module: Module) -> CollectiveInstance | None:
+        """Returns the collective that a later one comes from; None if a later pass added it.
 
-        Both come from the same operation of the traced program. Of several, it is the one with the same
-        channel, else along the same axes, of the same kind, of the same bytes: passes may give new channels
-        and change kinds, and programs of `shard_map` give one channel to all. A collective without an
-        operation is the only one like it that has lost its name, or is recognized by its channel, or by what
-        is next to it.
+        Both have the same op name. Of several candidates, the one with the same channel is preferred, then
+        the same axes, kind and bytes: passes may assign new channels and change kinds, and programs of
+        `shard_map` use one channel for all. A collective without an op name comes from the only similar one
+        that has lost its name, or is matched by its channel, or by the instructions next to it.
 
         Args:
-            wanted: the collective of the later program.
-            later: that program.
+            later: the collective of the later program.
+            module: the later program.
         """
-        if wanted.run.op_name:
-            alike: Sequence[MeshCollective] = self._known.get(('operation', wanted.run.op_name), [])
-        elif unnamed := self._without_name(wanted):
-            alike = unnamed
+        if later.instance.op_name:
+            candidates: Sequence[MeshCollective] = self._by_key.get(('operation', later.instance.op_name), [])
+        elif nameless := self._matching_nameless(later):
+            candidates = nameless
         else:
-            near = [self._known[key] for key in _keys_near(wanted.run, later) if key in self._known]
-            found = (*(_equal(wanted, some) for some in near), *(_among(wanted, some) for some in near))
-            alike = next((some for some in found if some), [])
-        best = max(alike, key=lambda other: _likeness(wanted, other), default=None)
-        return None if best is None else best.run
+            nearby = [self._by_key[key] for key in _keys_near(later.instance, module) if key in self._by_key]
+            matches = (
+                *(_with_same_form(later, collectives) for collectives in nearby),
+                *(_possible_origins(later, collectives) for collectives in nearby),
+            )
+            candidates = next((collectives for collectives in matches if collectives), [])
+        best = max(candidates, key=lambda candidate: _similarity(later, candidate), default=None)
+        return None if best is None else best.instance
 
-    def _without_name(self, wanted: MeshCollective) -> list[MeshCollective]:
-        """Returns the collective that has lost its name, if one alone is of the axes, kind and bytes of one.
+    def _matching_nameless(self, later: MeshCollective) -> list[MeshCollective]:
+        """Returns the collectives that lost a name, if one name only has the axes, kind and bytes of another.
 
-        The bytes may include padding.
+        The bytes of the later collective may include padding.
         """
-        size = wanted.run.whole_bytes(wanted.group)
-        found = [
-            other
-            for other in self._unnamed
-            if other.axes == wanted.axes
-            and other.run.kind == wanted.run.kind
-            and 0 <= size - other.run.whole_bytes(other.group) <= _PADDING * size
+        size = later.instance.full_bytes(later.group)
+        matches = [
+            candidate
+            for candidate in self._nameless
+            if candidate.axes == later.axes
+            and candidate.instance.kind == later.instance.kind
+            and 0 <= size - candidate.instance.full_bytes(candidate.group) <= _MAX_PADDING * size
         ]
-        return found if len({other.run.op_name for other in found}) == 1 else []
+        return matches if len({match.instance.op_name for match in matches}) == 1 else []
 
 
-def _keys_near(run: CollectiveInstance, later: Module) -> Iterator[tuple[str, str]]:
-    """The channels and operations of the instructions around a collective, the nearest first."""
-    computation, holder = run.holder
-    for instruction in itertools.islice(_around(computation, holder), _FAR):
-        yield from (('channel', channel) for channel in _channels(instruction, later))
-        if op_name := run.visit.op_name(instruction):
+def _keys_near(instance: CollectiveInstance, module: Module) -> Iterator[tuple[str, str]]:
+    """Yields the channels and op names of the instructions around a collective, the nearest first."""
+    computation, holder = instance.holder
+    for instruction in itertools.islice(_neighborhood(computation, holder), _MAX_NEIGHBORS):
+        yield from (('channel', channel) for channel in _channels(instruction, module))
+        if op_name := instance.parent.op_name(instruction):
             yield 'operation', op_name
             yield 'function', _function(op_name)
     yield 'operation', ''
 
 
-def _likeness(wanted: MeshCollective, other: MeshCollective) -> tuple[bool, bool, bool, bool]:
-    """In what two agree: channel, mesh axes, kind, bytes."""
-    whole, arrays = wanted.run.whole_bytes(wanted.group), wanted.run.instruction.arrays
-    together = sum(array.bytes for array in arrays) or 1
-    # It may be several that were combined: then one of its arrays is the other.
-    sizes = (whole, *(whole * array.bytes // together for array in arrays))
+def _similarity(later: MeshCollective, candidate: MeshCollective) -> tuple[bool, bool, bool, bool]:
+    """Compares channel, mesh axes, kind and bytes of two collectives."""
+    size, arrays = later.instance.full_bytes(later.group), later.instance.instruction.arrays
+    total = sum(array.bytes for array in arrays) or 1
+    # The later one may combine several collectives. Then one of its arrays is that of the candidate.
+    sizes = (size, *(size * array.bytes // total for array in arrays))
     return (
-        other.run.channel == wanted.run.channel,
-        other.axes == wanted.axes,
-        other.run.kind == wanted.run.kind,
-        other.run.whole_bytes(wanted.group) in sizes,
+        candidate.instance.channel == later.instance.channel,
+        candidate.axes == later.axes,
+        candidate.instance.kind == later.instance.kind,
+        candidate.instance.full_bytes(later.group) in sizes,
     )
 
 
-def _equal(wanted: MeshCollective, others: Sequence[MeshCollective]) -> list[MeshCollective]:
-    """Those of the same axes, kind and bytes."""
-    return [other for other in others if all(_likeness(wanted, other)[1:])]
+def _with_same_form(later: MeshCollective, candidates: Sequence[MeshCollective]) -> list[MeshCollective]:
+    """Returns the candidates with the same axes, kind and bytes."""
+    return [candidate for candidate in candidates if all(_similarity(later, candidate)[1:])]
 
 
-def _among(wanted: MeshCollective, others: Sequence[MeshCollective]) -> list[MeshCollective]:
-    """Those that may have become this; if there are several, those of its axes, kind and bytes."""
-    fitting = [other for other in others if _may_become(other, wanted)]
-    if len({other.run.instruction.name for other in fitting}) <= 1:
-        return fitting
-    return _equal(wanted, fitting)
+def _possible_origins(later: MeshCollective, candidates: Sequence[MeshCollective]) -> list[MeshCollective]:
+    """Returns the candidates that may have become a collective; of several, those of the same form."""
+    possible = [candidate for candidate in candidates if _may_become(candidate, later)]
+    if len({candidate.instance.instruction.name for candidate in possible}) <= 1:
+        return possible
+    return _with_same_form(later, possible)
 
 
-def _may_become(other: MeshCollective, wanted: MeshCollective) -> bool:
-    kind, own = other.run.kind, wanted.run.kind
-    if (kind, own) == ('all-gather', 'all-reduce'):  # a sum with zeros, along all of its axes
-        return wanted.axes == other.axes
-    return {*wanted.axes} <= {*other.axes} and own in (kind, *_BECOMES.get(kind, ()))
+def _may_become(candidate: MeshCollective, later: MeshCollective) -> bool:
+    kind, later_kind = candidate.instance.kind, later.instance.kind
+    if (kind, later_kind) == ('all-gather', 'all-reduce'):  # an all-reduce of zero-padded shards, on all axes
+        return later.axes == candidate.axes
+    return {*later.axes} <= {*candidate.axes} and later_kind in (kind, *_LATER_KINDS.get(kind, ()))
 
 
 def _function(op_name: str) -> str:
-    """The function of JAX that an operation is in, such as ``.../jit(dynamic_index_in_dim)``; else empty."""
+    """Returns the enclosing JAX function of an op name, such as ``.../jit(dynamic_index_in_dim)``; or ''."""
     function = op_name.rpartition('/')[0]
     return function if function.endswith(')') and '/jit(' in f'/{function.rpartition("/")[2]}' else ''
 
 
-def _around(computation: Computation, start: Instruction) -> Iterator[Instruction]:
-    """An instruction, its users and operands, theirs, and so on."""
+def _neighborhood(computation: Computation, start: Instruction) -> Iterator[Instruction]:
+    """Yields an instruction, its users and operands, their users and operands, and so on."""
     todo, seen = collections.deque([start]), {start.name}
-    if found := _RENDEZVOUS.search(start.attributes):  # what is received was sent by another instruction
-        todo += (other for other in computation.instructions.values() if found[0] in other.attributes)
+    if match := _RENDEZVOUS.search(start.attributes):  # another instruction sent what this one receives
+        todo += (item for item in computation.instructions.values() if match[0] in item.attributes)
     while todo:
         instruction = todo.popleft()
         yield instruction
-        for other in (*computation.users.get(instruction.name, ()), *computation.producers_of(instruction)):
-            if other.name not in seen:
-                seen.add(other.name)
-                todo.append(other)
+        users = computation.users.get(instruction.name, ())
+        for neighbor in (*users, *computation.producers_of(instruction)):
+            if neighbor.name not in seen:
+                seen.add(neighbor.name)
+                todo.append(neighbor)
 
 
 def _channels(instruction: Instruction, module: Module) -> Iterator[str]:
-    """The channels of the collectives that an instruction is or holds."""
-    held = module.called(instruction, 'calls')
-    inside = itertools.chain.from_iterable(computation.instructions.values() for computation in held)
-    if instruction.opcode not in ('send', 'recv'):  # whose channels are of another kind
+    """Yields the channels of the collectives that an instruction is or contains."""
+    called = module.called(instruction, 'calls')
+    inside = itertools.chain.from_iterable(computation.instructions.values() for computation in called)
+    if instruction.opcode not in ('send', 'recv'):  # their channels are of another kind
         yield from filter(None, map(channel_of, (instruction, *inside)))
