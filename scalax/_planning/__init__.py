@@ -1,8 +1,8 @@
 """Plans, and the searches that compare plans.
 
-`compiler` lowers and compiles a step, `program` reads the output of the compiler, `cost` counts work, memory
-and collectives, `hardware` and `time` turn the counts into seconds, and `report` is the plan. Two searches,
-`mesh_search` and `autoshard`, compare plans. Users import from `scalax.plan`.
+`compiler` lowers and compiles a step, `program` parses the output of the compiler, `cost` counts FLOPs,
+bytes, memory and collectives, `hardware` and `time` turn the counts into seconds, and `report` is the plan.
+Two searches, `mesh_search` and `autoshard`, compare plans. Users import from `scalax.plan`.
 
 A plan is read from the compiler's output, never guessed. There is one reader of HLO text (`program/hlo`),
 and notation that it does not know is a `PlanError`: an unknown notation must not count as no communication.

@@ -1,4 +1,4 @@
-"""Compilation of a lowered function: its programs and its memory."""
+"""Compilation of a lowered function, with the HLO programs and the memory tables that the compiler dumps."""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ from scalax.errors import PlanError
 
 _PASS = 'spmd-partitioning'
 _DUMP = {'xla_dump_hlo_pass_re': f'.*{_PASS}', 'xla_dump_hlo_as_text': True}
-# The compiler for TPUs has another name for the pass.
+# The compiler for TPUs has a prefix in the name of the pass.
 _AFTER_PASS = re.compile(rf'\.after_(?:[a-z]+-)?{_PASS}\.')
-# The memory that instructions may hold while the compiler schedules or rematerializes them, in percent of
-# the memory that it believes there is.
-_SHARES = (
+# The memory that the scheduler and the rematerialization pass may use, in percent of the size of the device.
+_MEMORY_PERCENT_OPTIONS = (
     'xla_tpu_scheduler_percent_shared_memory_limit',
     'xla_jf_rematerialization_percent_shared_memory_limit',
 )
-_SIZE = 'xla_tpu_max_hbm_size_mib'
-QUICK_PLAN_OPTIONS = (_SIZE, *_SHARES)
-"""Options for quick plans, which only the compiler for TPUs knows."""
-_OPTIMIZATION = 'xla_backend_optimization_level'
+_MEMORY_SIZE_OPTION = 'xla_tpu_max_hbm_size_mib'
+QUICK_PLAN_OPTIONS = (_MEMORY_SIZE_OPTION, *_MEMORY_PERCENT_OPTIONS)
+"""Options for quick plans, which only the compiler for TPUs has."""
+_OPTIMIZATION_LEVEL = 'xla_backend_optimization_level'
 CUBLAS_OPTIONS = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
-"""Options with which products of GPUs are those of cuBLAS. XLA chooses between these and its own kernels by
-measuring, for which it needs a GPU; without one it takes its own, with tiles that no measurement chose, and
-compiles three times as long."""
+"""Options with which XLA uses the matmuls of cuBLAS. It chooses between these and its own kernels by
+measuring
+them on a GPU. Without a GPU it uses its own kernels, with untuned tiles, and compiles three times as long."""
 _OPTION = re.compile(r'(?m)^(xla_(?!cpu_|dump_|force_host_)\w+): "?(.*?)"?$')
 _MIB = 2**20
-_PLENTY = 2**40
+_UNLIMITED = 2**40
 _TABLES = ('memory-usage-report', 'buffer-assignment', 'live-range')
 
 
@@ -52,13 +51,13 @@ class Compiled:
 
     Attributes:
         partitioned: the HLO after SPMD partitioning; empty for one device.
-        optimized: the HLO after all optimizations, of the same compilation. That of XLA for CPUs, which stand
-            in for other hardware, is left out: empty.
-        devices: the number of devices that it runs on: one, if neither arguments nor outputs have shardings.
+        optimized: the HLO after all optimizations; empty for CPUs, which stand in for other hardware.
+        devices: the number of devices that it runs on. It is one if neither arguments nor outputs have
+            shardings.
         memory: see `Memory`.
         executable: the ``jax.stages.Compiled``; None for programs that do not fit, and for quick plans.
         refusal: the error of the compiler for a program that does not fit into memory.
-        layout: where arrays are in memory; None if the compiler does not say so.
+        layout: the layout in memory; None if the compiler does not write it.
         flags: as `Plan.flags`.
     """
 
@@ -73,15 +72,15 @@ class Compiled:
 
     @property
     def runs_on(self) -> set[Any]:
-        """The devices of the arguments and outputs of the executable; none without an executable."""
+        """The devices of the arguments and outputs; none without an executable."""
         if self.executable is None:
             return set()
-        placed = jax.tree.leaves((self.executable.input_shardings, self.executable.output_shardings))
-        return {device for sharding in placed for device in sharding.device_set}
+        shardings = jax.tree.leaves((self.executable.input_shardings, self.executable.output_shardings))
+        return {device for sharding in shardings for device in sharding.device_set}
 
 
 class _Dump(NamedTuple):
-    """The outcome of a compilation: an executable or a refusal, and what the compiler wrote."""
+    """The result of a compilation, an executable or a refusal, and the files that the compiler dumped."""
 
     executable: Any
     refusal: str
@@ -98,54 +97,54 @@ def compile_lowered(
     limit: int | None = None,
     layout_for: int | None = None,
     attached: bool = True,
-    given: Iterable[str] = (),
+    user_options: Iterable[str] = (),
 ) -> Compiled:
-    """Compiles a lowered function, and keeps what the compiler wrote about its program.
+    """Compiles a lowered function, and reads the files that the compiler dumps.
 
     Args:
         lowered: a ``jax.stages.Lowered``.
-        platform: the kind of the devices, such as ``'cpu'``.
-        limit: the bytes that a program can use of a device, if known.
-        layout_for: the bytes of the arguments on a device, for a quick plan: the compiler for TPUs only lays
-            the program out, and makes no code; that for CPUs does not optimize the code.
-        attached: whether the devices are here. For GPUs that are not, products are those of cuBLAS, unless
-            XLA_FLAGS or the function say otherwise.
-        given: the compiler options that the function has. Those that are added here would be in their place.
+        platform: the platform of the devices, such as ``'cpu'``.
+        limit: the memory of a device that a program can use, if known.
+        layout_for: the bytes of the arguments on a device, for a quick plan: the compiler for TPUs only
+            assigns memory and generates no code, and that for CPUs does not optimize the code.
+        attached: whether the devices are attached. For other GPUs, matmuls are those of cuBLAS, unless
+            XLA_FLAGS or *user_options* set these options.
+        user_options: the names of the compiler options of the function, which take precedence.
 
     Raises:
-        PlanError: the compiler did not write the partitioned program.
+        PlanError: the compiler did not dump the partitioned program.
         jax.errors.JaxRuntimeError: the compiler failed.
     """
     quick = platform == 'tpu' and layout_for is not None
-    small: dict[str, Any] = _small_device(layout_for or 0, limit or _PLENTY) if quick else {}
+    options: dict[str, Any] = _small_device_options(layout_for or 0, limit or _UNLIMITED) if quick else {}
     if platform == 'cpu' and layout_for is not None:
-        small = {_OPTIMIZATION: 0}
-    said = {*(flag[2:].partition('=')[0] for flag in xla_flags()), *given}
+        options = {_OPTIMIZATION_LEVEL: 0}
+    user_names = {*(flag[2:].partition('=')[0] for flag in xla_flags()), *user_options}
     if platform == 'gpu':
-        own = {} if attached else {name: on for name, on in CUBLAS_OPTIONS.items() if name not in said}
-        small = {COST_MODEL_OPTION: True, **own}
+        options = {COST_MODEL_OPTION: True}
+        if not attached:
+            options |= {name: value for name, value in CUBLAS_OPTIONS.items() if name not in user_names}
     try:
-        dump = _compile(lowered, small)
+        dump = _compile(lowered, options)
     except jax.errors.JaxRuntimeError:
-        if not small.pop(COST_MODEL_OPTION, False):
+        if not options.pop(COST_MODEL_OPTION, False):
             raise
-        dump = _compile(lowered, small)  # XLA has no models of this GPU, or the error comes again
-    runs = dump.executable is not None  # else it is too large, or this is a quick plan
+        dump = _compile(lowered, options)  # XLA has no model of this GPU, or the error is another one
+    is_executable = dump.executable is not None  # otherwise it is too large, or this is a quick plan
     devices = devices_of(dump.partitioned or dump.optimized or dump.executable.as_text())
-    if runs and not (dump.partitioned if devices > 1 else dump.optimized or platform == 'cpu'):
-        # The program came from a persistent compilation cache. This option changes only its key.
-        dump = _compile(
-            lowered, {**small, 'xla_debug_buffer_assignment_show_max': time.time_ns() % 2**30 + 16}
-        )
+    if is_executable and not (dump.partitioned if devices > 1 else dump.optimized or platform == 'cpu'):
+        # The program came from a persistent compilation cache. This option only changes the cache key.
+        cache_buster = {'xla_debug_buffer_assignment_show_max': time.time_ns() % 2**30 + 16}
+        dump = _compile(lowered, {**options, **cache_buster})
     if not dump.partitioned and devices > 1:
         raise PlanError(
-            'the compiler did not write the program after partitioning, from which the collectives '
-            f'are read (pass {_PASS!r})'
+            'the compiler did not dump the program after partitioning, which contains the collectives '
+            f'(pass {_PASS!r})'
         )
     layout: MemoryLayout | None = None
-    if platform in ('tpu', 'gpu') or not runs:
-        # Without a layout less is known of one that runs: the vector memory of a chip counts too.
-        with contextlib.suppress(*([PlanError] if runs else [])):
+    if platform in ('tpu', 'gpu') or not is_executable:
+        # An executable reports its memory, although less exactly: including the vector memory of a chip.
+        with contextlib.suppress(*([PlanError] if is_executable else [])):
             layout = read_layout(dump.tables, platform == 'gpu')
     return Compiled(
         dump.partitioned,
@@ -155,7 +154,7 @@ def compile_lowered(
         dump.executable,
         refusal='' if quick else dump.refusal,
         layout=layout,
-        flags=_flags(dump.options, said) if platform == 'gpu' else (),
+        flags=_nondefault_flags(dump.options, user_names) if platform == 'gpu' else (),
     )
 
 
@@ -163,33 +162,33 @@ def xla_flags() -> list[str]:
     """Returns the flags in XLA_FLAGS, or in the file that it names."""
     text = os.environ.get('XLA_FLAGS', '').strip()
     if text and not text.startswith('-'):
-        with contextlib.suppress(OSError):  # XLA reads none, either
+        with contextlib.suppress(OSError):  # XLA ignores an unreadable file
             text = Path(text).read_text(encoding='utf-8', errors='replace')
     return text.split()
 
 
-def _flags(options: str, said: Container[str]) -> tuple[str, ...]:
-    r"""The options that are not the compiler's defaults: all of those for GPUs, and others that users *said*.
+def _nondefault_flags(options: str, user_names: Container[str]) -> tuple[str, ...]:
+    r"""Returns the compiler options for GPUs without the defaults, and other options that the user set.
 
-    Not those that a plan itself needs, and where CUDA is, which JAX always says.
+    Leaves out the options that plans set, and the folder of CUDA, which JAX sets.
 
     Example:
-        >>> _flags('xla_gpu_autotune_level: 0\nxla_foo: A\nxla_foo: B\nxla_bar: 1', {'xla_foo'})
+        >>> _nondefault_flags('xla_gpu_autotune_level: 0\nxla_foo: A\nxla_foo: B\nxla_bar: 1', {'xla_foo'})
         ('--xla_gpu_autotune_level=0', '--xla_foo=A,B')
-        >>> _flags('xla_gpu_cuda_data_dir: None', ())
+        >>> _nondefault_flags('xla_gpu_cuda_data_dir: None', ())
         ()
     """
     values: dict[str, list[str]] = {}
     for name, value in _OPTION.findall(options):
-        if name in said or (
+        if name in user_names or (
             name.startswith('xla_gpu_') and name not in (COST_MODEL_OPTION, 'xla_gpu_cuda_data_dir')
         ):
             values.setdefault(name, []).append(value)
-    return tuple(f'--{name}={",".join(each)}' for name, each in values.items())
+    return tuple(f'--{name}={",".join(settings)}' for name, settings in values.items())
 
 
 def _reported_memory(executable: Any, platform: str) -> Memory:
-    """The memory of a program as a compiler reports it that writes no tables."""
+    """Returns the memory that an executable reports, for compilers that write no tables."""
     stats = executable.memory_analysis()
     return Memory(
         stats.argument_size_in_bytes,
@@ -197,26 +196,30 @@ def _reported_memory(executable: Any, platform: str) -> Memory:
         stats.temp_size_in_bytes,
         stats.alias_size_in_bytes,
         estimated=platform == 'cpu',
-        # That of XLA for CPUs says nothing about other hardware.
+        # The peak on CPUs says nothing about other hardware.
         peak=0 if platform == 'cpu' else getattr(stats, 'peak_memory_in_bytes', 0),
     )
 
 
-def _small_device(size: int, limit: int) -> dict[str, str]:
-    """Options with which the compiler lays out a program for *limit* bytes, and refuses to make code.
+def _small_device_options(size: int, limit: int) -> dict[str, str]:
+    """Returns options with which the compiler assigns *limit* bytes of memory, but generates no code.
 
-    A compiler spends most of its time on code, which it makes after the layout. So it is told of a device of
-    only *size* bytes, and of shares of it, in percent, that equal the memory of the real device. The closer
-    that size is to the needs of the program, the closer is the layout to the real one. The arguments alone
-    are close enough. A program that fits nevertheless is compiled as a whole.
+    A compiler spends most of its time on generating code, after it has assigned memory. These options pretend
+    that the device has only *size* bytes, so that it refuses the program, with percentages of this size that
+    equal the memory of the real device. The closer the size is to the needs of the program, the closer the
+    layout is to the real one. The size of the arguments is close enough. A program that fits into it is
+    compiled completely.
     """
     size = max(_MIB, size - size % _MIB)
-    return {_SIZE: str(size // _MIB), **dict.fromkeys(_SHARES, str(-(-100 * limit // size)))}
+    return {
+        _MEMORY_SIZE_OPTION: str(size // _MIB),
+        **dict.fromkeys(_MEMORY_PERCENT_OPTIONS, str(-(-100 * limit // size))),
+    }
 
 
 def _compile(lowered: Any, options: dict[str, Any]) -> _Dump:
-    """Compiles, and reads the files that the compiler wrote."""
-    # A compiler that Ctrl-C left behind may still write.
+    """Compiles a function, and reads the files that the compiler dumps."""
+    # After Ctrl-C a compiler may still be running, and write files.
     with tempfile.TemporaryDirectory(
         prefix='scalax-plan-', dir=running_compilations.dump_folder(), ignore_cleanup_errors=True
     ) as name:
@@ -224,8 +227,8 @@ def _compile(lowered: Any, options: dict[str, Any]) -> _Dump:
         executable, refusal = None, ''
         try:
             options = {'xla_dump_to': name, **_DUMP, **options}
-            # Ctrl-C does not interrupt a compiler in the main thread. It leaves this thread behind, for which
-            # Python waits at exit: stopping a compiler halfway would abort the process.
+            # Ctrl-C does not interrupt a compiler in the main thread. This thread continues after Ctrl-C, and
+            # Python waits for it at exit, because stopping a compiler halfway would abort the process.
             executable = run_in_thread('scalax-plan', lambda: lowered.compile(compiler_options=options))
         except jax.errors.JaxRuntimeError as error:
             refusal = str(error)
@@ -244,7 +247,7 @@ def _compile(lowered: Any, options: dict[str, Any]) -> _Dump:
         )
 
 
-def _last_file(folder: Path, what: str) -> str:
-    """The file with this ending, of the last module that was compiled; empty if there is none."""
-    files = sorted(folder.glob(f'*{what}'))
+def _last_file(folder: Path, suffix: str) -> str:
+    """Returns the text of the last module's file with a suffix; empty without such a file."""
+    files = sorted(folder.glob(f'*{suffix}'))
     return files[-1].read_text(encoding='utf-8') if files else ''

@@ -1,4 +1,4 @@
-"""A step that is lowered for a mesh: what is known of it before a compiler sees it."""
+"""A step that is lowered for a mesh, before compilation."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ class LoweredStep:
         kwargs: its keyword arguments.
         traced: the ``jax.stages.Traced``.
         lowered: the ``jax.stages.Lowered``.
-        already_jitted: whether the user's function was jitted already.
-        hardware_override: the hardware that the caller passed in place of the known
-            specification of the devices.
+        already_jitted: whether the user's function is jitted.
+        hardware_override: the hardware that the caller passed in place of that of the devices.
     """
 
     name: str
@@ -57,7 +56,7 @@ class LoweredStep:
 
     @property
     def hardware(self) -> Hardware | None:
-        """The hardware that it is planned for, if it is known."""
+        """The hardware of the plan; None if it is unknown."""
         return self.hardware_override or hardware_of(self.mesh.devices.flat[0].device_kind)
 
     @property
@@ -67,25 +66,25 @@ class LoweredStep:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """Those that the user gave to ``jax.jit`` or ``sjit``."""
+        """The compiler options that the user passed to ``jax.jit`` or ``sjit``."""
         return compiler_options(self.function, self.args, self.kwargs) if self.already_jitted else {}
 
     @functools.cached_property
     def shardings(self) -> tuple[list[NamedSharding | None], list[NamedSharding | None]]:
-        """Those of arguments and results that are asked for; None where the choice is the compiler's."""
-        known = {each.name: each.spec for each in arguments_of(self.lowered)}
-        given = [known.get(name) for name in argument_names(self.traced.jaxpr)]  # unused ones too
-        taken = [each.spec for each in results_of(self.lowered)]
-        return [*map(self._sharding, given)], [*map(self._sharding, taken)]
+        """The requested shardings of arguments and results; None where the compiler chooses."""
+        specs = {array.name: array.spec for array in arguments_of(self.lowered)}
+        arguments = [specs.get(name) for name in argument_names(self.traced.jaxpr)]  # also unused ones
+        results = [array.spec for array in results_of(self.lowered)]
+        return [*map(self._sharding, arguments)], [*map(self._sharding, results)]
 
     def _sharding(self, spec: PartitionSpec | None) -> NamedSharding | None:
         return None if spec is None else NamedSharding(self.mesh, spec)
 
     @functools.cached_property
     def argument_bytes(self) -> int:
-        """The bytes of the arguments in the memory of each device: no program takes less.
+        """The bytes of the arguments on each device, a lower bound of the memory of the program.
 
-        Arguments that the program does not use are not there; what has no sharding yet is divided evenly.
+        Unused arguments do not count. An argument without a sharding counts as evenly sharded.
         """
         return sum(map(self._bytes, arguments_of(self.lowered)))
 
@@ -96,7 +95,7 @@ class LoweredStep:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A text that differs for steps whose plans differ in more than the lines of the user's files."""
+        """A text that is the same for steps whose plans differ at most in source lines."""
         devices = [
             f'{device.device_kind} {coords_of(device) or device.id} {slice_of(device) or 0}'
             for device in self.mesh.devices.flat
@@ -122,8 +121,7 @@ def lower_step(
         fun: the function.
         args: its arguments.
         kwargs: its keyword arguments.
-        hardware: the hardware that the caller passed in place of the known
-            specification of the devices.
+        hardware: the hardware, if not that of the devices.
 
     Raises:
         MeshError: the helper was made from an AbstractMesh.
@@ -139,9 +137,10 @@ def lower_step(
     name = name_of(fun)
     fun, args, kwargs = pure_call(fun, args, kwargs)
     if isinstance(fun, types.MethodType) and _is_jitted(fun.__func__):
-        # Attributes of a bound method are those of the function, which do not know the bound object.
-        bound: types.MethodType = fun
-        fun, args = bound.__func__, (bound.__self__, *args)
+        # A bound method has the attributes of its function, such as trace, which do not pass the bound
+        # object.
+        method: types.MethodType = fun
+        fun, args = method.__func__, (method.__self__, *args)
     function: Any = fun if _is_jitted(fun) else sjit(helper, fun, jit_kwargs={})
     traced = _trace(function, name, args, kwargs)
     is_jitted = function is fun
@@ -151,18 +150,18 @@ def lower_step(
 def pure_call(
     fun: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
-    """A call of the pure function behind one that changes nnx modules; any other call as it is."""
-    # As scalax.interop.nnx makes it. The class cannot be imported where flax is not installed.
+    """Returns the call of the pure function in a function of `scalax.interop.nnx`; other calls unchanged."""
+    # The class cannot be imported where flax is not installed.
     if hasattr(fun, 'pure') and hasattr(fun, 'arguments'):
         return fun.pure, fun.arguments(*args, **kwargs), {}
     return fun, args, kwargs
 
 
 def _trace(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Traces a jitted function; *name* is that of the user's, for messages."""
+    """Traces a jitted function; *name* is that of the user's function, for messages."""
     try:
         return function.trace(*args, **kwargs)
-    except jax.errors.ConcretizationTypeError as error:  # a TypeError, too
+    except jax.errors.ConcretizationTypeError as error:  # a subclass of TypeError
         error.add_note(
             f'{name!r} cannot be planned, because a plan is made without values. Make the value a static '
             'argument (static_argnames), or use jax.lax.cond or jnp.where'

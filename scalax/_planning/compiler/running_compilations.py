@@ -1,4 +1,4 @@
-"""The compilations that are running, for a process that outlives a compiler that crashes."""
+"""The running compilations, for a parent process that reports them if the compiler crashes."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ _dump_folder: str | None = None
 
 
 def watch(watcher: Callable[[Sequence[str]], None]) -> None:
-    """Has *watcher* called whenever a compilation begins or ends, with all that are running."""
+    """Calls *watcher* with all running compilations whenever one starts or ends."""
     _watchers.append(watcher)
 
 
 def dump_in(folder: str) -> None:
-    """Has compilers write their files in *folder*, which the process that outlives them removes."""
+    """Makes compilers dump their files in *folder*, which the parent process removes."""
     global _dump_folder
     _dump_folder = folder
 
 
 def dump_folder() -> str | None:
-    """The folder in which compilers write their files; None for that of temporary files."""
+    """Returns the folder for the files of compilers; None for the default temporary folder."""
     return _dump_folder
 
 
 @contextlib.contextmanager
 def compiling(what: str) -> Iterator[None]:
-    """Tells the watchers that a compilation is running, until the block is left.
+    """Reports a compilation to the watchers as running, inside the block.
 
     Args:
         what: the function, and what it is compiled for.
     """
     with _lock:
         _running.append(what)
-        _tell()
+        _notify()
     try:
         yield
     finally:
         with _lock:
             _running.remove(what)
-            _tell()
+            _notify()
 
 
-def _tell() -> None:
+def _notify() -> None:
     for watcher in _watchers:
         watcher(_running)

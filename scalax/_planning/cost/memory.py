@@ -1,7 +1,7 @@
-"""Memory of a program: its sums, and its layout from the tables that the compilers for TPUs and GPUs write.
+"""Memory of a program: its totals, and its layout from the tables of the compilers for TPUs and GPUs.
 
-Arrays that live for the whole program have an allocation each: arguments, outputs, constants. All others
-share one, each at an offset while it is live, so that between them are gaps.
+Arrays that live as long as the program (arguments, outputs, constants) have an allocation each. All others
+share one, each at an offset while it is live, so that there are gaps between them.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Memory:
 
     Attributes:
         arguments: the arguments.
-        outputs: the outputs, without those that take over the buffers of donated arguments.
-        temporaries: everything else, with the gaps between arrays.
-        donated: the bytes of arguments whose buffers outputs take over.
-        estimated: whether the count is only a guide, because it is that of XLA for CPUs, which stand in for
-            other hardware.
-        peak: the most that arrays hold at a time. A program takes `total` of a device; the rest are gaps
-            between arrays, for arrays of other times. `total` if the compiler gives no such number.
+        outputs: the outputs, except those that reuse the buffers of donated arguments.
+        temporaries: everything else, including the gaps between arrays.
+        donated: the arguments whose buffers outputs reuse.
+        estimated: whether the counts are estimates, because they are those of XLA for CPUs, which stand in
+            for other hardware.
+        peak: the largest number of live bytes at any time. The program allocates `total`, including gaps,
+            which are used at other times. It equals `total` if the compiler does not report it.
         limit: the memory of the device that a program can use; None if unknown.
-        host: what the program holds in the memory of the host, for one device.
+        host: the bytes that the program allocates in host memory, per device.
     """
 
     arguments: int
@@ -57,17 +57,17 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Arguments, outputs and temporaries together: what the program takes of a device."""
+        """The bytes that the program allocates on a device: arguments, outputs and temporaries."""
         return self.arguments + self.outputs + self.temporaries
 
 
 class MemoryTables(NamedTuple):
-    """The tables that the compiler writes about memory.
+    """The text of the compiler's tables about memory.
 
     Attributes:
-        report: the use of each memory (``memory-usage-report``).
-        assignment: the positions of values (``buffer-assignment``).
-        live: when values are live (``live-range``).
+        report: the use of each memory space (``memory-usage-report``).
+        assignment: the allocations and offsets of values (``buffer-assignment``).
+        live: the live ranges of values (``live-range``).
     """
 
     report: str
@@ -76,13 +76,14 @@ class MemoryTables(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A value of the program at its position in an allocation.
+    """A value of the program at its offset in an allocation.
 
     Attributes:
-        instruction: the name of the instruction that makes it.
-        element: the part of the instruction's tuple, such as ``'0'`` or ``'1,2'``; empty for the whole.
-        bytes: its bytes, as they are padded in memory.
-        offset: the first of its bytes in the allocation.
+        instruction: the name of the instruction that produces it.
+        element: its index in the tuple of the instruction, such as ``'0'`` or ``'1,2'``; empty without a
+            tuple.
+        bytes: its bytes, including padding.
+        offset: its offset in the allocation.
         array: its type and shape; empty for a tuple, which is a table of addresses.
     """
 
@@ -94,15 +95,15 @@ class Value(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """A piece of memory.
+    """A contiguous piece of memory.
 
     Attributes:
-        space: the number of the memory that it is in.
+        space: its memory space.
         bytes: its size.
-        parameter: whether it holds an argument.
-        output: whether it holds an output; of an argument too, if the output takes over its buffer.
-        shared: whether values are in it only while they are live.
-        values: those that are in it at some time.
+        parameter: whether it contains an argument.
+        output: whether it contains an output, possibly one that reuses the buffer of an argument.
+        shared: whether its values share it, each while it is live.
+        values: the values that are in it at some time.
     """
 
     space: int
@@ -117,81 +118,84 @@ class MemoryLayout(NamedTuple):
     """The layout of a program in memory.
 
     Attributes:
-        totals: number of a memory -> the bytes that the program takes of it.
-        allocations: the pieces of the main memory of a device.
-        held: what that holds at the moment when it holds the most: bytes, and the value that they belong to;
-            None for an allocation without values.
+        totals: memory space -> the bytes that the program allocates in it.
+        allocations: the allocations in the main memory of a device.
+        live_at_peak: the bytes that are live in it at the peak, each with its value; None for an allocation
+            without values.
     """
 
     totals: Mapping[int, int]
     allocations: Sequence[Allocation]
-    held: Sequence[tuple[int, Value | None]]
+    live_at_peak: Sequence[tuple[int, Value | None]]
 
 
 def read_layout(tables: MemoryTables, one_memory: bool = False) -> MemoryLayout:
-    """Reads the tables of one program.
+    """Parses the tables of one program.
 
     Args:
         tables: the tables.
         one_memory: as for `parse`.
 
     Raises:
-        PlanError: they are written in an unknown form.
+        PlanError: the tables are written in an unknown form.
     """
-    main = (lambda space: space != HOST) if one_memory else (lambda space: space == MAIN)
+    is_main = (lambda space: space != HOST) if one_memory else (lambda space: space == MAIN)
     totals = collections.Counter[int]()
     for space, size in _TOTAL.findall(tables.report):
-        totals[MAIN if main(int(space)) else int(space)] += int(size)
-    allocations = [each for each in _allocations(tables.assignment) if main(each.space)]
+        totals[MAIN if is_main(int(space)) else int(space)] += int(size)
+    allocations = [item for item in _allocations(tables.assignment) if is_main(item.space)]
     live = {
-        (found[1], found[2]): (int(found[3]), int(found[4]))
-        for found in map(_LIVE.match, tables.live.splitlines())
-        if found
+        (match[1], match[2]): (int(match[3]), int(match[4]))
+        for match in map(_LIVE.match, tables.live.splitlines())
+        if match
     }
     if MAIN not in totals or not allocations or not live:
         raise PlanError('the compiler wrote the memory of the program in an unknown form')
-    shared = [[(value, *_lifetime(value, live)) for value in a.values] for a in allocations if a.shared]
-    # If an output takes over the buffer of an argument, the argument comes first.
-    always = ((each.bytes, next(iter(each.values), None)) for each in allocations if not each.shared)
-    return MemoryLayout(totals, allocations, [*((value.bytes, value) for value in _fullest(shared)), *always])
+    shared = [
+        [(value, *_live_range(value, live)) for value in item.values] for item in allocations if item.shared
+    ]
+    # If an output reuses the buffer of an argument, the argument comes first.
+    always_live = [(item.bytes, next(iter(item.values), None)) for item in allocations if not item.shared]
+    live_at_peak = [*((value.bytes, value) for value in _live_at_peak(shared)), *always_live]
+    return MemoryLayout(totals, allocations, live_at_peak)
 
 
 _Live = tuple[Value, int, int]
-"""A value, and the first and the last moment when it is needed."""
+"""A value, and the first and the last time at which it is live."""
 
 
-def _lifetime(value: Value, live: Mapping[tuple[str, str], tuple[int, int]]) -> tuple[int, int]:
+def _live_range(value: Value, live: Mapping[tuple[str, str], tuple[int, int]]) -> tuple[int, int]:
     key = value.instruction, value.element
     if key not in live:
-        raise PlanError(f'the compiler wrote lifetimes in an unknown form: there is none of {key[0]!r}')
+        raise PlanError(f'the compiler wrote live ranges in an unknown form: {key[0]!r} has none')
     return live[key]
 
 
-def _fullest(shared: Sequence[Sequence[_Live]]) -> list[Value]:
-    """The values in shared allocations at the moment when these hold the most bytes.
+def _live_at_peak(shared: Sequence[Sequence[_Live]]) -> list[Value]:
+    """Returns the values in shared allocations at the time when they have the most live bytes.
 
-    Live values may have a place in common: one may take over that of another at the last moment of that one.
-    So the sum of all that are live bounds what is held, and moments are tried from the largest sum.
+    Live values may overlap, because one may reuse the memory of another at the last time of that one. So the
+    sum of the live values is an upper bound, and times are searched in the order of this bound.
     """
-    change = collections.Counter[int]()
+    changes = collections.Counter[int]()
     for value, first, last in itertools.chain.from_iterable(shared):
-        change[first] += value.bytes
-        change[last + 1] -= value.bytes
-    moments = sorted(change)
-    bounds = zip(itertools.accumulate(change[moment] for moment in moments), moments, strict=True)
-    most, fullest = 0, list[Value]()
-    for bound, moment in sorted(bounds, key=lambda pair: -pair[0]):
-        if bound <= most:
+        changes[first] += value.bytes
+        changes[last + 1] -= value.bytes
+    times = sorted(changes)
+    bounds = zip(itertools.accumulate(changes[time] for time in times), times, strict=True)
+    peak, live_at_peak = 0, list[Value]()
+    for bound, time in sorted(bounds, key=lambda pair: -pair[0]):
+        if bound <= peak:
             break
-        found = [*itertools.chain.from_iterable(_held(values, moment) for values in shared)]
-        if (size := sum(value.bytes for value in found)) > most:
-            most, fullest = size, found
-    return fullest
+        live = [*itertools.chain.from_iterable(_live_at(values, time) for values in shared)]
+        if (size := sum(value.bytes for value in live)) > peak:
+            peak, live_at_peak = size, live
+    return live_at_peak
 
 
-def _held(values: Sequence[_Live], moment: int) -> Iterator[Value]:
-    """The values in an allocation at one moment, each byte once."""
-    live = (value for value, first, last in values if first <= moment <= last)
+def _live_at(values: Sequence[_Live], time: int) -> Iterator[Value]:
+    """Yields the live values of an allocation at one time, without values that overlap an earlier one."""
+    live = (value for value, first, last in values if first <= time <= last)
     end = 0
     for value in sorted(live, key=lambda value: (value.offset, -value.bytes)):
         if value.offset >= end:
@@ -203,25 +207,25 @@ def _allocations(assignment: str) -> list[Allocation]:
     allocations: list[Allocation] = []
     for line in assignment.splitlines():
         if line.startswith('allocation '):
-            found = _ALLOCATION.match(line)
-            if found is None:
+            match = _ALLOCATION.match(line)
+            if match is None:
                 raise PlanError(f'the compiler wrote an allocation in an unknown form: {line[:200]!r}')
             is_output, is_shared = 'maybe-live-out' in line, 'preallocated-temp' in line
-            space, size, is_parameter = int(found[2] or MAIN), int(found[1]), ', parameter ' in line
+            space, size, is_parameter = int(match[2] or MAIN), int(match[1]), ', parameter ' in line
             allocations.append(Allocation(space, size, is_parameter, is_output, is_shared, []))
         elif line.startswith(' value:'):
-            found = _VALUE.match(line)
-            if found is None or not allocations:
+            match = _VALUE.match(line)
+            if match is None or not allocations:
                 raise PlanError(f'the compiler wrote a value in an unknown form: {line[:200]!r}')
-            array = _ARRAY.match(found[5])
-            size, offset = int(found[3]), int(found[4])
-            value = Value(found[1], found[2] or '', size, offset, array[0] if array else '')
+            array = _ARRAY.match(match[5])
+            size, offset = int(match[3]), int(match[4])
+            value = Value(match[1], match[2] or '', size, offset, array[0] if array else '')
             allocations[-1].values.append(value)
     return allocations
 
 
 def assigned_memory(layout: MemoryLayout) -> Memory:
-    """The memory of a program that a compiler for TPUs or GPUs has laid out."""
+    """Returns the memory of a program from the layout of a compiler for TPUs or GPUs."""
     arguments = donated = outputs = 0
     for allocation in layout.allocations:
         arguments += allocation.bytes if allocation.parameter else 0
@@ -233,13 +237,13 @@ def assigned_memory(layout: MemoryLayout) -> Memory:
         max(0, layout.totals[MAIN] - arguments - outputs),
         donated,
         estimated=False,
-        peak=sum(size for size, _ in layout.held),
+        peak=sum(size for size, _ in layout.live_at_peak),
         host=layout.totals.get(HOST, 0),
     )
 
 
 def constant_bytes(module: Module) -> int:
-    """The bytes of array constants in a program."""
+    """Returns the bytes of the array constants of a program."""
     return sum(
         instruction.bytes
         for _, instruction in module.instructions()

@@ -199,7 +199,7 @@ def _compile(step: LoweredStep, limit: int | None, layout_for: int | None) -> Co
                 limit=limit,
                 layout_for=layout_for,
                 attached=has_devices(mesh),
-                given=step.compiler_options if device.platform == 'gpu' else (),
+                user_options=step.compiler_options if device.platform == 'gpu' else (),
             )
     except jax.errors.JaxRuntimeError as error:
         if error_texts.unknown_option(error) in QUICK_PLAN_OPTIONS:
