@@ -453,5 +453,7 @@ ENTRY %main (x: f32[256]) -> f32[2048] {{
 
 def test_a_collective_that_goes_on_beside_a_loop_counts_once():
     """For TPUs an all-gather may last for all rounds of a loop, each of which has a clone of it."""
-    found = [(instance.channel, instance.parent.count) for instance in collective_instances(parse(BESIDE_A_LOOP))]
+    found = [
+        (instance.channel, instance.parent.count) for instance in collective_instances(parse(BESIDE_A_LOOP))
+    ]
     assert sorted(found) == [('7', 1), ('8', 5)]
