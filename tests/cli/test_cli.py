@@ -268,7 +268,7 @@ def test_find(job, tmp_path, capsys):
     [
         (('--batch', 1, '--batch-dim', 7), 'divides the batch dimension: dimension 7'),
         (('--batch', 5), 'batch_argnums=(5,): the step has 2 arguments'),
-        (('--batch', 1, '--sizes', 'tq=1'), "sizes: 'tq' is no mesh axis"),
+        (('--batch', 1, '--sizes', 'tq=1'), "sizes: 'tq' is not a mesh axis"),
         (('--batch', 1, '--sizes', 'tp=1', '--sizes', 'tp=2'), '--sizes names an axis twice'),
     ],
 )

@@ -10,7 +10,7 @@ from scalax._planning.autoshard.codegen import program_code
 from scalax._planning.autoshard.regex_rules import readable_rule
 from scalax._planning.autoshard.result import AutoShardingResult, GroupChoice, MeshChoice, StopReason
 from scalax._planning.autoshard.trial import Trial, Trials, attempt
-from scalax._planning.mesh_search.objective import slower
+from scalax._planning.mesh_search.objective import slowdown_text
 
 
 def build_result(
@@ -102,4 +102,4 @@ def _why(trial: Trial, best: Trial) -> str:
     if not trial.fits:
         assert trial.limit is not None
         return f'does not fit: {human_bytes(trial.memory)}, {human_bytes(trial.limit)} usable'
-    return slower(trial.seconds, best.seconds)
+    return slowdown_text(trial.seconds, best.seconds)

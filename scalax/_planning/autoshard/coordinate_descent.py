@@ -16,7 +16,7 @@ from scalax._planning.autoshard.layout import Layout, elsewhere, usual
 from scalax._planning.autoshard.leaf_groups import Group
 from scalax._planning.autoshard.problem import Problem
 from scalax._planning.autoshard.trial import Trial, Trials
-from scalax._planning.mesh_search.objective import EQUAL
+from scalax._planning.mesh_search.objective import TIME_TOLERANCE
 from scalax._spmd.pipelines.config import Pipeline
 
 # After so many larger sizes of the other axis without a gain no larger one is tried.
@@ -75,7 +75,7 @@ class Descent:
                 pipelines = self._pipelines(best_here.layout, layouts[0])
                 found.append(self._best_of(pipelines, best_here))
                 cost = found[-1].cost
-            without = 0 if cost < best * (1 - EQUAL) or best == math.inf else without + 1
+            without = 0 if cost < best * (1 - TIME_TOLERANCE) or best == math.inf else without + 1
             best = min(best, cost)
             if without >= _WITHOUT_GAIN:
                 break

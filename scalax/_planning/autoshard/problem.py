@@ -21,7 +21,7 @@ from scalax._planning.autoshard.leaf_groups import Group, make_groups, stacked_d
 from scalax._planning.autoshard.step import Leaf, Step, leaves_of
 from scalax._planning.compiler.compilation import xla_flags
 from scalax._planning.hardware.specs import Hardware
-from scalax._planning.mesh_search.meshes import helper_of
+from scalax._planning.mesh_search.meshes import make_helper
 from scalax._planning.report.make_plan import make_plan
 from scalax._planning.report.plan import Plan
 from scalax.errors import ArgumentError, did_you_mean
@@ -95,7 +95,7 @@ class Problem:
         """The quick plan of the step."""
         step = self.step
         slices = {self.axes.slices: self.slices} if self.slices > 1 else {}
-        helper = helper_of(layout.sizes, self.devices, slices)
+        helper = make_helper(layout.sizes, self.devices, slices)
         given = step.arguments(self.specs(layout).__getitem__, self.of_batch(layout))
         function = helper.sjit(
             step.function,

@@ -14,7 +14,7 @@ from scalax._core.render.blocks import Block, Cell, Code, Column, Figures, Headi
 from scalax._core.render.renderable import Renderable
 from scalax._core.render.tables import human_bytes, milliseconds, signed_bytes
 from scalax._planning.autoshard.codegen import rule_code, spec_code
-from scalax._planning.mesh_search.objective import EQUAL, mean
+from scalax._planning.mesh_search.objective import TIME_TOLERANCE, objective_seconds
 from scalax._planning.report.plan import Plan
 from scalax._planning.report.plan_page import headline, plan_blocks
 from scalax._planning.time.roofline import StepTime
@@ -76,7 +76,7 @@ class MeshChoice:
         return (
             None
             if self.overlapped_seconds is None or self.serial_seconds is None
-            else mean(StepTime(self.overlapped_seconds, self.serial_seconds))
+            else objective_seconds(StepTime(self.overlapped_seconds, self.serial_seconds))
         )
 
 
@@ -202,7 +202,9 @@ def _groups(found: AutoShardingResult) -> Table:
             continue
         if not group.next_fits:  # it may have no program, and no seconds
             seconds = 'does not fit'
-        elif abs(group.extra_seconds) < EQUAL * (found.overlapped_seconds + found.serial_seconds) / 2:
+        elif (
+            abs(group.extra_seconds) < TIME_TOLERANCE * (found.overlapped_seconds + found.serial_seconds) / 2
+        ):
             seconds = 'nearly equal'
         else:
             seconds = f'{"-" if group.extra_seconds < 0 else "+"}{milliseconds(abs(group.extra_seconds))}'

@@ -18,7 +18,7 @@ from scalax._core.render.trial_log import TrialFile
 from scalax._planning.autoshard.codegen import spec_code
 from scalax._planning.autoshard.layout import Layout
 from scalax._planning.autoshard.problem import Problem
-from scalax._planning.mesh_search.objective import mean, rank, reason_of_failure, seconds_of
+from scalax._planning.mesh_search.objective import objective_seconds, rank, reason_of_failure, step_time_of
 from scalax._planning.time.roofline import StepTime
 from scalax.errors import plural
 
@@ -61,7 +61,7 @@ class Trial:
     @property
     def seconds(self) -> float:
         """What a search makes small (`objective`)."""
-        return mean(StepTime(self.overlapped_seconds, self.serial_seconds))
+        return objective_seconds(StepTime(self.overlapped_seconds, self.serial_seconds))
 
     @property
     def cost(self) -> float:
@@ -90,7 +90,7 @@ def attempt(problem: Problem, layout: Layout, limit: int | None) -> Trial:
         name = f'{axis_sizes_text(layout.sizes)}, batch {spec_code(layout.batch)}'
         name += f', {layout.pipeline}' if layout.pipeline else ''
         return Trial(layout, limit=limit, failure=reason_of_failure(error, name))
-    bound, estimate = seconds_of(plan)
+    bound, estimate = step_time_of(plan)
     if not math.isfinite(bound):
         return Trial(layout, limit=limit, failure='the time of its collectives is unknown')
     communication = {'+'.join(axes): sum(kinds.values()) for axes, kinds in plan.totals.items()}

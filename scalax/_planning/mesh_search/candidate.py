@@ -1,4 +1,4 @@
-"""A candidate of a search, with the reason why it lost."""
+"""A candidate of a mesh search, with its outcome."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Candidate:
 
     Attributes:
         mesh: mesh axis name -> size.
-        plan: the plan of the step on it; None if it could not be planned.
+        plan: the plan of the step on this mesh; None if it could not be planned.
         reason: why it is not the best; empty for the best.
-        ruled_out: whether it lost before it was compiled, as its arguments alone do not fit.
-        argument_bytes: bytes of a device that any program needs: those of the arguments.
-        pipeline: the pipeline, if an axis of the mesh is one.
+        ruled_out: whether the arguments alone do not fit, so that the step was not compiled.
+        argument_bytes: the bytes of the arguments on a device.
+        pipeline: the pipeline, if a mesh axis is one.
     """
 
     mesh: Mapping[str, int]
@@ -32,6 +32,6 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The sizes, such as ``'fsdp=16, tp=4'``, and how a pipeline runs."""
+        """The sizes, such as ``'fsdp=16, tp=4'``, and the options of a pipeline."""
         pipeline = f'; {options_text(self.pipeline)}' if self.pipeline else ''
         return f'{axis_sizes_text(self.mesh)}{pipeline}'

@@ -1,4 +1,4 @@
-"""The meshes that a number of devices can form, constraints on their sizes, and the helper of one."""
+"""Meshes that a number of devices can form, constraints on their sizes, and helpers for them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 from scalax._helper import MeshShardingHelper
 from scalax.errors import ArgumentError, did_you_mean
 
-Sizes = dict[str, int]
-Constraints = Mapping[str, int | Collection[int]] | Callable[[Sizes], Any] | None
+AxisSizes = dict[str, int]
+Constraints = Mapping[str, int | Collection[int]] | Callable[[AxisSizes], Any] | None
 
 
 def possible_meshes(
     devices: int, names: Sequence[str], constraints: Constraints = None, option: str = 'constraints'
-) -> Iterator[Sizes]:
-    """All sizes of the mesh axes; the largest of the first axis come first.
+) -> Iterator[AxisSizes]:
+    """Yields all sizes of the mesh axes, starting with the largest first axis.
 
     Args:
-        devices: the number of devices; all are used.
+        devices: the number of devices; every mesh uses all of them.
         names: the mesh axes.
-        constraints: mesh axis -> its size, or the sizes that it may have; or a function of the sizes that
-            says whether they are wanted.
-        option: what messages call these.
+        constraints: mesh axis -> its size, or its possible sizes; or a function of the sizes that returns
+            whether to yield them.
+        option: the name of the constraints in messages.
 
     Raises:
         ArgumentError: the constraints name an unknown axis, or are invalid.
@@ -38,10 +38,12 @@ def possible_meshes(
     """
     allowed: dict[str, Collection[int]] = {}
     if isinstance(constraints, Mapping):
-        for name, those in constraints.items():
+        for name, value in constraints.items():
             if name not in names:
-                raise ArgumentError(f'{option}: {name!r} is no mesh axis ({did_you_mean(str(name), names)})')
-            allowed[name] = _sizes(f'{option} of {name!r}', those)
+                raise ArgumentError(
+                    f'{option}: {name!r} is not a mesh axis ({did_you_mean(str(name), names)})'
+                )
+            allowed[name] = _checked_sizes(f'{option} of {name!r}', value)
     elif constraints is not None and not callable(constraints):
         raise ArgumentError(
             f"{option} are given by mesh axis, such as {{'tp': [1, 2, 4]}}, or as a function of the sizes, "
@@ -52,26 +54,26 @@ def possible_meshes(
         if math.prod(dims) != devices:
             continue
         sizes = dict(zip(names, dims, strict=True))
-        wanted = constraints(dict(sizes)) if callable(constraints) else True
-        if wanted and all(sizes[name] in few for name, few in allowed.items()):
+        is_allowed = constraints(dict(sizes)) if callable(constraints) else True
+        if is_allowed and all(sizes[name] in allowed_sizes for name, allowed_sizes in allowed.items()):
             yield sizes
 
 
-def _sizes(option: str, those: Any) -> Collection[int]:
-    sizes: Any = (those,) if isinstance(those, numbers.Integral) else those
+def _checked_sizes(option: str, value: Any) -> Collection[int]:
+    sizes: Any = (value,) if isinstance(value, numbers.Integral) else value
     if not isinstance(sizes, Collection) or not all(isinstance(size, numbers.Integral) for size in sizes):
-        raise ArgumentError(f'{option} are a size or several, such as [1, 2, 4], got {those!r}')
+        raise ArgumentError(f'{option} have to be a size or several, such as [1, 2, 4], got {value!r}')
     return sizes
 
 
-def helper_of(sizes: Sizes, devices: Sequence[Any], slices: Mapping[str, int]) -> MeshShardingHelper:
-    """The helper of a mesh of these sizes; *slices* are how many there are along mesh axes, if several."""
+def make_helper(sizes: AxisSizes, devices: Sequence[Any], slices: Mapping[str, int]) -> MeshShardingHelper:
+    """Returns the helper for a mesh of these sizes; *slices* is mesh axis -> number of slices along it."""
     dcn = [slices.get(name, 1) for name in sizes] if slices else None
     return MeshShardingHelper(list(sizes.values()), list(sizes), True, dcn_axis_dims=dcn, devices=devices)
 
 
-def slices_along(sizes: Sizes, count: int, axes: Sequence[str]) -> Sizes:
-    """How many of *count* slices there are along each of these axes: as many as divide, the first ones first.
+def slices_along(sizes: AxisSizes, count: int, axes: Sequence[str]) -> AxisSizes:
+    """Distributes *count* slices over mesh axes, as many as divide the size of each axis, in their order.
 
     Example:
         >>> slices_along({'stage': 4, 'data': 2, 'fsdp': 8}, 8, ['stage', 'data'])
@@ -79,10 +81,10 @@ def slices_along(sizes: Sizes, count: int, axes: Sequence[str]) -> Sizes:
         >>> slices_along({'stage': 1, 'data': 8, 'fsdp': 8}, 4, ['stage', 'data'])
         {'stage': 1, 'data': 4}
     """
-    found = {}
+    slices = {}
     for axis in axes if count > 1 else ():
-        found[axis] = math.gcd(sizes[axis], count)
-        count //= found[axis]
-    if count > 1 and axes:  # there is no room for them, as the mesh says
-        found[axes[-1]] *= count
-    return found
+        slices[axis] = math.gcd(sizes[axis], count)
+        count //= slices[axis]
+    if count > 1 and axes:  # does not divide: making the mesh raises an error that says so
+        slices[axes[-1]] *= count
+    return slices

@@ -1,8 +1,8 @@
-"""The objective of `autoshard` and `search`: which of several plans is best, and which errors are an outcome.
+"""Objective of `autoshard` and `search`: the order of plans, and the errors that count as an outcome.
 
-The objective averages the fully overlapped and the serial step time, because a part of the step overlaps.
-Seconds count in steps of 0.2 per cent. Of plans in the same step the one with less memory is better, in steps
-of one per cent; of those that are equal in both, the one that was there first.
+The objective is the average of the fully overlapped and the serial step time, because a part of the step
+overlaps. Times are compared in logarithmic steps of 0.2 percent. Of plans in the same step, the one with less
+memory is better, in steps of 1 percent; of plans that are equal in both, the one that was tried first.
 """
 
 from __future__ import annotations
@@ -16,27 +16,30 @@ from scalax._planning.report.plan_data import PlanData
 from scalax._planning.time.roofline import StepTime
 from scalax.errors import IndivisibleWarning, MeshError, PlanError, ScalaxError, ShardingError, StagesError
 
-EQUAL = 0.002
-"""Seconds within this part of one another are equal."""
-_EQUAL_MEMORY = 0.01
-# For devices of unknown speed, such as simulated ones: a chip of 400 Tflop/s, with a memory of 2.5 TB/s and
-# links of 100 GB/s.
-_FLOPS, _MEMORY, _LINK = 4e14, 2.5e12, 1e11
+TIME_TOLERANCE = 0.002
+"""The relative difference up to which times count as equal."""
+_MEMORY_TOLERANCE = 0.01
+# Assumed for devices of unknown speed, such as simulated ones.
+_FLOPS_PER_SECOND, _HBM_BYTES_PER_SECOND, _LINK_BYTES_PER_SECOND = 4e14, 2.5e12, 1e11
 
 
-def seconds_of(plan: PlanData) -> StepTime:
-    """The seconds of a step. By counting where speeds are unknown; infinite where links are not known."""
+def step_time_of(plan: PlanData) -> StepTime:
+    """Returns the time of a step, infinite if the speed of links is unknown, guessed if simulated."""
     if (roofline := plan.known_roofline) is not None:
         return roofline.step_seconds
     if plan.hardware is not None:
         return StepTime(math.inf, math.inf)
-    moved = sum(row.count * row.bytes for row in plan.collectives)
-    parts = [plan.device_cost.flops / _FLOPS, plan.device_cost.bytes / _MEMORY, moved / _LINK]
-    return StepTime(max(parts), sum(parts))
+    sent_bytes = sum(row.count * row.bytes for row in plan.collectives)
+    times = (
+        plan.device_cost.flops / _FLOPS_PER_SECOND,
+        plan.device_cost.bytes / _HBM_BYTES_PER_SECOND,
+        sent_bytes / _LINK_BYTES_PER_SECOND,
+    )
+    return StepTime(max(times), sum(times))
 
 
-def mean(seconds: StepTime) -> float:
-    """The objective: the average of the overlapped and the serial time.
+def objective_seconds(seconds: StepTime) -> float:
+    """Returns the average of the overlapped and the serial time.
 
     Example:
         >>> mean(StepTime(overlapped=2.0, serial=4.0))
@@ -46,21 +49,21 @@ def mean(seconds: StepTime) -> float:
 
 
 def rank(seconds: float, memory: float) -> tuple[float, float]:
-    """Sorts plans, the best first, by their mean seconds and the bytes on a device.
+    """Returns a sort key for plans, best first, from `objective_seconds` and the bytes on a device.
 
     Example:
         >>> rank(1.0, 2e9) < rank(1.1, 1e9), rank(1.1, 1e9) < rank(1.1002, 2e9)
         (True, True)
     """
-    return _step(seconds, EQUAL), _step(memory, _EQUAL_MEMORY)
+    return _quantized(seconds, TIME_TOLERANCE), _quantized(memory, _MEMORY_TOLERANCE)
 
 
-def _step(value: float, part: float) -> float:
-    return math.floor(math.log(value) / part) if 0 < value < math.inf else value or -math.inf
+def _quantized(value: float, tolerance: float) -> float:
+    return math.floor(math.log(value) / tolerance) if 0 < value < math.inf else value or -math.inf
 
 
-def slower(seconds: float, best: float) -> str:
-    """How much longer a plan takes than the best one, in words.
+def slowdown_text(seconds: float, best: float) -> str:
+    """Describes how much longer a plan takes than the best one.
 
     Example:
         >>> slower(1.5, 1.0), slower(1.001, 1.0), slower(math.inf, 1.0)
@@ -68,34 +71,38 @@ def slower(seconds: float, best: float) -> str:
     """
     if seconds == math.inf:
         return 'seconds unknown'
-    return f'{seconds / best - 1:.1%} slower' if seconds >= best * (1 + EQUAL) > 0 else 'nearly equal'
+    return (
+        f'{seconds / best - 1:.1%} slower' if seconds >= best * (1 + TIME_TOLERANCE) > 0 else 'nearly equal'
+    )
 
 
 def reason_of_failure(error: Exception, candidate: str) -> str:
-    """Why a candidate has no plan, in a line.
+    """Returns why a candidate has no plan, in one line.
 
-    Only these are outcomes: the compiler, or JAX for it, refuses; its dimensions or its mesh do not divide;
-    its pipeline is refused. All else is a mistake of the step or of scalax, which would look as if the
-    candidate had lost.
+    Three errors count as an outcome: the compiler or JAX rejects the program; a dimension or the mesh does
+    not divide; the pipeline is rejected. Any other error is a bug in the step or in scalax, and is raised
+    again.
 
     Args:
-        error: what the candidate raised.
-        candidate: its name, which is added to an error that is raised again.
+        error: the error that the candidate raised.
+        candidate: its name, for a note on an error that is raised again.
 
     Raises:
-        Exception: *error*, if it is none of these.
+        Exception: *error*, if it is not an outcome.
     """
-    refused = isinstance(error, PlanError) and isinstance(error.__cause__, jax.errors.JaxRuntimeError)
-    refused = refused or is_unpartitioned(error)
+    is_rejected = isinstance(error, PlanError) and isinstance(error.__cause__, jax.errors.JaxRuntimeError)
+    is_rejected = is_rejected or is_unpartitioned(error)
     if not (
-        refused or isinstance(error, MeshError | IndivisibleWarning | StagesError) or _does_not_divide(error)
+        is_rejected
+        or isinstance(error, MeshError | IndivisibleWarning | StagesError)
+        or _does_not_divide(error)
     ):
         error.add_note(f'This was raised by the candidate {candidate}.')
         raise error
     if isinstance(error, ShardingError):
         first, *others = error.problems
         return f'{first.leaf}: {first.detail}' + (f' (and {len(others)} more)' if others else '')
-    lines = str(error).splitlines()[: 1 if isinstance(error, StagesError) else 2]  # then what to do
+    lines = str(error).splitlines()[: 1 if isinstance(error, StagesError) else 2]  # without the advice
     kind = '' if isinstance(error, ScalaxError | IndivisibleWarning) else f'{type(error).__name__}: '
     return kind + ' '.join(line.strip() for line in lines)
 
@@ -103,4 +110,4 @@ def reason_of_failure(error: Exception, candidate: str) -> str:
 def _does_not_divide(error: Exception) -> bool:
     if isinstance(error, ShardingError):
         return all(problem.kind == 'indivisible' for problem in error.problems)
-    return not isinstance(error, ScalaxError) and is_indivisible(error)  # JAX has no type for it
+    return not isinstance(error, ScalaxError) and is_indivisible(error)  # JAX raises a plain ValueError

@@ -309,7 +309,7 @@ def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_th
             "sizes are given by mesh axis, such as {'tp': [1, 2, 4]}, or as a function of the sizes, got "
             "['tp']",
         ),
-        ({'sizes': {'tp': None}}, "sizes of 'tp' are a size or several, such as [1, 2, 4], got None"),
+        ({'sizes': {'tp': None}}, "sizes of 'tp' have to be a size or several, such as [1, 2, 4], got None"),
         ({'axis_names': 5}, 'axis_names has to be 2 names of mesh axes, such as fsdp and tp, got 5'),
         ({'keep': [('w', None)]}, 'keep takes pairs of a regex and a PartitionSpec, got None'),
         ({'headroom': 1}, 'headroom has to be a fraction of the memory'),
@@ -318,7 +318,7 @@ def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_th
         ({'batch_dim': 2}, 'divides the batch dimension: dimension 2 of (64, 64)'),
         ({'axis_names': ['a']}, 'axis_names has to be 2 names of mesh axes, such as fsdp and tp'),
         ({'axis_names': 'ab'}, 'axis_names has to be 2 names of mesh axes, such as fsdp and tp'),
-        ({'sizes': {'pt': 2}}, "sizes: 'pt' is no mesh axis (known: 'fsdp', 'tp')"),
+        ({'sizes': {'pt': 2}}, "sizes: 'pt' is not a mesh axis (known: 'fsdp', 'tp')"),
         ({'sizes': {'tp': 3}}, "no mesh of 8 devices in a slice has the sizes {'tp': 3}"),
         ({'num_slices': 0}, 'num_slices has to be a positive integer, got 0'),
         ({'num_slices': 2}, 'several slices need a topology'),

@@ -129,7 +129,7 @@ def test_the_table(tmp_path):
 @pytest.mark.parametrize(
     ('found', 'said'),
     [
-        (SearchResult((), 'v5e:2x4'), ['nothing planned', 'There are none.']),
+        (SearchResult((), 'v5e:2x4'), ['nothing planned', 'No mesh was planned.']),
         (
             SearchResult((Candidate({'x': 8}, reason='no'),), 'v5e:2x4'),
             ['nothing planned'],
@@ -140,7 +140,7 @@ def test_the_table(tmp_path):
         ),
         (
             SearchResult((candidate(8, 1),), 'v5e:2x4', True, num_untried=3),
-            ['1 mesh on v5e:2x4; stopped before its end, 3 not reached'],
+            ['1 mesh on v5e:2x4; stopped early, 3 not reached'],
         ),
     ],
 )

@@ -69,7 +69,7 @@ def test_constraints():
     assert [*possible_meshes(8, ['x', 'y'], lambda sizes: sizes['x'] > 4)] == [{'x': 8, 'y': 1}]
     with pytest.raises(ArgumentError) as raised:
         [*possible_meshes(8, ['fsdp', 'tp'], {'fdsp': 2})]
-    assert str(raised.value) == "constraints: 'fdsp' is no mesh axis (did you mean 'fsdp'?)"
+    assert str(raised.value) == "constraints: 'fdsp' is not a mesh axis (did you mean 'fsdp'?)"
     assert [*possible_meshes(8, ['x', 'y'], {'y': np.int64(2)})] == [{'x': 4, 'y': 2}]
 
 
@@ -78,7 +78,7 @@ def test_sizes_that_are_none(those):
     with pytest.raises(ArgumentError) as raised:
         [*possible_meshes(8, ['fsdp', 'tp'], {'tp': those})]
     assert str(raised.value) == (
-        f"constraints of 'tp' are a size or several, such as [1, 2, 4], got {those!r}"
+        f"constraints of 'tp' have to be a size or several, such as [1, 2, 4], got {those!r}"
     )
 
 
@@ -238,7 +238,7 @@ def test_failures_and_interruptions(monkeypatch):
     assert [candidate.name for candidate in stopped.candidates] == ['fsdp=4, tp=1', 'fsdp=2, tp=2']
     assert stopped.interrupted and stopped.best.quick
     assert str(stopped).startswith(
-        '2 meshes on v5e:2x2: 2 planned quickly; stopped before its end, 1 not reached\n'
+        '2 meshes on v5e:2x2: 2 planned quickly; stopped early, 1 not reached\n'
     )
     stopped_at = 4, 1
     nothing = search(make_step, 'v5e:2x2', ['fsdp', 'tp'])
@@ -431,12 +431,12 @@ def test_bounds_are_bounds(found):
         (
             {'num_slices': 2},
             ArgumentError,
-            '2 slices need dcn_axis=..., the mesh axis that runs from slice to slice',
+            '2 slices need dcn_axis=..., the mesh axis across slices',
         ),
         (
             {'dcn_axis': 'dta'},
             ArgumentError,
-            "dcn_axis='dta' is no mesh axis (known: 'fsdp', 'tp')",
+            "dcn_axis='dta' is not a mesh axis (known: 'fsdp', 'tp')",
         ),
         (
             {'constraints': {'tp': 3}},

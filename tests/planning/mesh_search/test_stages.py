@@ -9,7 +9,7 @@ import pytest
 
 from examples import plan_llama
 from examples.plan_llama import LLAMA_8B
-from scalax._planning.mesh_search.objective import mean
+from scalax._planning.mesh_search.objective import objective_seconds
 from scalax.errors import ArgumentError
 from scalax.plan import HARDWARE, Plan, search
 from scalax.sharding import PartitionSpec as P
@@ -117,7 +117,7 @@ def test_inside_a_slice_it_loses():
     ('options', 'said'),
     [
         ({'layers': 3}, 'dimension 0 of size 3 does not divide by 2 (stage=2)'),
-        ({'mixed': True}, 'cannot run on microbatches: sub takes a sum over the batch'),
+        ({'mixed': True}, 'cannot run on microbatches: sub uses a batch-wide sum'),
     ],
 )
 def test_what_cannot_be_a_pipeline_says_why(options, said):
@@ -139,7 +139,9 @@ def llama(tokens):
 
 def means(found):
     """The seconds that a search makes small: without a pipeline, and with one."""
-    seconds = {bool(each.pipeline): mean(each.plan.roofline().step_seconds) for each in found.candidates}
+    seconds = {
+        bool(each.pipeline): objective_seconds(each.plan.roofline().step_seconds) for each in found.candidates
+    }
     return seconds[False], seconds[True]
 
 
@@ -193,7 +195,7 @@ def test_8b_on_nodes_of_gpus(cards, least, most):
             {'pipelines': Pipeline('stge', 4)},
             f"{Pipeline('stge', 4)} names no mesh axis (did you mean 'stage'?)",
         ),
-        ({'dcn_axis': ['stage', 'dta']}, "dcn_axis='dta' is no mesh axis (did you mean 'data'?)"),
+        ({'dcn_axis': ['stage', 'dta']}, "dcn_axis='dta' is not a mesh axis (did you mean 'data'?)"),
     ],
 )
 def test_bad_input(options, said):
