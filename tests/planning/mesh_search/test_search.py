@@ -237,9 +237,7 @@ def test_failures_and_interruptions(monkeypatch):
     stopped = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], full=2)
     assert [candidate.name for candidate in stopped.candidates] == ['fsdp=4, tp=1', 'fsdp=2, tp=2']
     assert stopped.interrupted and stopped.best.quick
-    assert str(stopped).startswith(
-        '2 meshes on v5e:2x2: 2 planned quickly; stopped early, 1 not reached\n'
-    )
+    assert str(stopped).startswith('2 meshes on v5e:2x2: 2 planned quickly; stopped early, 1 not reached\n')
     stopped_at = 4, 1
     nothing = search(make_step, 'v5e:2x2', ['fsdp', 'tp'])
     assert (nothing.candidates, nothing.num_untried) == ((), 3)
