@@ -1,8 +1,8 @@
-"""Runs a jaxpr that treats each row alone on other rows than it was traced for: fewer of them, or more.
+"""Evaluation of a jaxpr at another batch size than it was traced for.
 
-The jaxpr has the number of all rows in it, in shapes. What has rows is computed with as many as there are.
-What is the same for all rows is computed as it is, and its rows are taken where it meets others: so a
-microbatch gets its own part of what is drawn of a key in the shape of all rows.
+The jaxpr must treat each example alone (`batch_dims`). Its shapes contain the traced number of examples. A
+value with a batch dimension is computed at the new size, and a batch-independent value as it was traced. If
+a batch-independent value meets examples along a dimension, it is computed at the new size where that is easy.
 """
 
 from __future__ import annotations
@@ -41,205 +41,241 @@ from scalax._jaxpr.dim_rules import CHEAP_ELEMENTWISE, OperandDim, dim_rule
 
 
 class TrackedValue(NamedTuple):
-    """A value, of other rows if it has any.
+    """A value, and its batch dimension.
 
     Attributes:
-        value: the value.
-        fact: what is known of it.
-        slice_fn: of what is the same for all rows, what computes its share of these rows alone; None if it is
-            taken of all of it.
+        value: the value; of the new batch size, if it has a batch dimension.
+        batch_value: the batch dimension, `PARTIAL_SUM`, or None for a batch-independent value.
+        slice_fn: a function that computes the share of the new examples of a batch-independent value
+            directly. None if there is no such function.
     """
 
     value: Any
-    fact: BatchValue
+    batch_value: BatchValue
     slice_fn: Callable[[BatchDim], Any] | None = None
 
 
 class Rebatcher:
-    """Runs jaxprs on other rows.
+    """Evaluates jaxprs at another batch size.
 
     Args:
-        rows: where rows are.
-        count: how many rows there are instead.
-        share: what these rows get of a value that is the same for all: where it has rows, or is a sum.
+        analysis: the batch dimension analysis, with the traced number of examples.
+        count: the new number of examples.
     """
 
-    def __init__(self, rows: BatchDimAnalysis, count: int, share: Callable[[Any, Any], Any]) -> None:
-        self._rows, self._count, self._share = rows, count, share
+    def __init__(self, analysis: BatchDimAnalysis, count: int) -> None:
+        self._analysis, self._count = analysis, count
 
-    def values(self, jaxpr: Any, operands: Sequence[TrackedValue], facts: Sequence[BatchValue]) -> list[Any]:
-        """The results of a closed jaxpr, in a trace of their own, with rows where these facts say so."""
-        return [*map(self.materialize, self._results(jaxpr, operands), facts)]
+    def eval_jaxpr(
+        self, jaxpr: Any, operands: Sequence[TrackedValue], batch_values: Sequence[BatchValue]
+    ) -> list[Any]:
+        """Returns the results of a closed jaxpr in a trace of its own.
 
-    def scan(self, equation: Any, given: Sequence[TrackedValue], found: Sequence[BatchValue]) -> list[Any]:
-        """The results of a `scan`, in a trace of their own.
+        Args:
+            jaxpr: the jaxpr.
+            operands: its arguments.
+            batch_values: the batch dimensions that the results are to have.
+        """
+        return [*map(self.materialize, self._eval_equations(jaxpr, operands), batch_values)]
+
+    def scan(
+        self, equation: Any, operands: Sequence[TrackedValue], batch_values: Sequence[BatchValue]
+    ) -> list[Any]:
+        """Returns the results of a `scan`.
 
         Args:
             equation: the `scan`.
-            given: its operands.
-            found: what is known of its results.
+            operands: its operands.
+            batch_values: the batch dimensions of its results.
         """
         loop = loop_of(equation)
-        constants, begun, stacks = loop.split(given)
-        state = found[: loop.num_carry]
-        rows = [self._rows.element_of(each.fact) for each in stacks]
+        consts, init, stacks = loop.split(operands)
+        carry_batch_values = batch_values[: loop.num_carry]
+        x_batch_values = [self._analysis.element_of(stack.batch_value) for stack in stacks]
 
-        def step(values: Any, elements: Any) -> tuple[Any, Any]:
-            operands = [
-                *_of_outer_trace(constants),
-                *map(TrackedValue, values, state),
-                *map(TrackedValue, elements, rows),
+        def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+            body_operands = [
+                *_without_slice_fns(consts),
+                *map(TrackedValue, carry, carry_batch_values),
+                *map(TrackedValue, xs, x_batch_values),
             ]
-            results = self.values(loop.body, operands, [*state, *[None] * (len(found) - loop.num_carry)])
+            result_batch_values = [*carry_batch_values, *[None] * (len(batch_values) - loop.num_carry)]
+            results = self.eval_jaxpr(loop.body, body_operands, result_batch_values)
             return results[: loop.num_carry], results[loop.num_carry :]
 
-        first, values = [*map(self.materialize, begun, state)], [each.value for each in stacks]
-        carried, stacked = jax.lax.scan(step, first, values, loop.length, **scan_options(equation))
-        return [*carried, *stacked]
+        first = [*map(self.materialize, init, carry_batch_values)]
+        xs = [stack.value for stack in stacks]
+        carry, ys = jax.lax.scan(step, first, xs, loop.length, **scan_options(equation))
+        return [*carry, *ys]
 
-    def materialize(self, known: TrackedValue, fact: BatchValue) -> Any:
-        """A value, or the share of what is the same for all rows, where it has rows or is a sum."""
-        if known.fact is not None or fact is None:
-            return known.value
-        return (
-            known.slice_fn(fact) if known.slice_fn and fact != PARTIAL_SUM else self._share(known.value, fact)
-        )
+    def materialize(self, tracked: TrackedValue, batch_value: BatchValue) -> Any:
+        """Returns a value with the requested batch dimension.
 
-    def _results(
+        Raises:
+            NotImplementedError: the value is batch-independent, and has elements for each traced example.
+        """
+        if tracked.batch_value is not None or batch_value is None:
+            return tracked.value
+        if tracked.slice_fn and batch_value != PARTIAL_SUM:
+            return tracked.slice_fn(batch_value)
+        raise NotImplementedError('a batch-independent value has elements for each example')
+
+    def _eval_equations(
         self, jaxpr: Any, operands: Sequence[TrackedValue], in_checkpoint: bool = False
     ) -> list[TrackedValue]:
         inner = open_jaxpr(jaxpr)
-        known = {id(var): TrackedValue(value, None) for var, value in constants_of(jaxpr)}
-        known.update(zip(map(id, inner.invars), operands, strict=True))
+        values = {id(var): TrackedValue(value, None) for var, value in constants_of(jaxpr)}
+        values.update(zip(map(id, inner.invars), operands, strict=True))
 
         def read(atom: Any) -> TrackedValue:
-            return TrackedValue(atom.val, None) if isinstance(atom, Literal) else known[id(atom)]
+            return TrackedValue(atom.val, None) if isinstance(atom, Literal) else values[id(atom)]
 
         for equation in inner.eqns:
-            found = self._equation(equation, [*map(read, equation.invars)], in_checkpoint)
-            known.update(zip(map(id, equation.outvars), found, strict=True))
+            results = self._eval_equation(equation, [*map(read, equation.invars)], in_checkpoint)
+            values.update(zip(map(id, equation.outvars), results, strict=True))
         return [*map(read, inner.outvars)]
 
-    def _equation(
-        self, equation: Any, given: Sequence[TrackedValue], in_checkpoint: bool
+    def _eval_equation(
+        self, equation: Any, operands: Sequence[TrackedValue], in_checkpoint: bool
     ) -> Sequence[TrackedValue]:
-        name, facts = primitive_name(equation), [each.fact for each in given]
+        name, batch_values = primitive_name(equation), [operand.batch_value for operand in operands]
         if name in CALLS:
-            # What an outermost checkpoint computes again was computed in another loop.
-            given = _kept_apart(equation, given) if in_checkpoint else given
-            return self._results(call_jaxpr(equation), given, in_checkpoint or name == 'remat2')
-        values, count = [each.value for each in given], len(equation.outvars)
-        found = self._rows.eval_equation(equation, facts) if any(facts) else [None] * count
+            # The barriers of an outermost checkpoint are not needed: its forward pass ran in another loop.
+            operands = _behind_barrier(equation, operands) if in_checkpoint else operands
+            return self._eval_equations(call_jaxpr(equation), operands, in_checkpoint or name == 'remat2')
+        values, num_results = [operand.value for operand in operands], len(equation.outvars)
+        is_independent = not any(batch_values)
+        result_batch_values: Sequence[BatchValue] = (
+            [None] * num_results if is_independent else self._analysis.eval_equation(equation, batch_values)
+        )
         if name in WITH_JAXPRS:
-            control = {'scan': self.scan, 'while': self._while, 'cond': self._cond}[name]
-            return [*map(TrackedValue, control(equation, given, found), found)]
+            evaluate = {'scan': self.scan, 'while': self._while, 'cond': self._cond}[name]
+            results = evaluate(equation, operands, result_batch_values)
+            return [*map(TrackedValue, results, result_batch_values)]
         if name in ('sharding_constraint', 'device_put'):
-            return [*map(TrackedValue, _placed(equation, values), facts)]
-        rows = {place: fact for place, fact in enumerate(facts) if isinstance(fact, BatchDim)}
-        dims, changed = {place: each.dim for place, each in rows.items()}, dict[str, Any]()
-        for place in jointly_linear_operands(equation) if PARTIAL_SUM in found else ():
-            values[place] = self.materialize(given[place], PARTIAL_SUM)
-        if rows and name != 'optimization_barrier':
-            out, each = found[0], next(iter(rows.values())).elements_per_example
-            for place, dim in _meeting(equation, rows, out):
-                if shape_of(equation.invars[place])[dim] == self._rows.count * each:
-                    values[place] = self.materialize(given[place], BatchDim(dim, each))
-            if isinstance(out, BatchDim):
-                changed = self._resized(equation, dims.get(0), out)
-        cut = None if any(facts) else self._cut(equation, given)
+            return [*map(TrackedValue, _constrain(equation, values), batch_values)]
+        batch_dims = {i: value for i, value in enumerate(batch_values) if isinstance(value, BatchDim)}
+        params = dict[str, Any]()
+        for i in jointly_linear_operands(equation) if PARTIAL_SUM in result_batch_values else ():
+            values[i] = self.materialize(operands[i], PARTIAL_SUM)
+        if batch_dims and name != 'optimization_barrier':
+            result = result_batch_values[0]
+            elements_per_example = next(iter(batch_dims.values())).elements_per_example
+            traced_size = self._analysis.count * elements_per_example
+            for i, dim in _matching_dims(equation, batch_dims, result):
+                if shape_of(equation.invars[i])[dim] == traced_size:
+                    values[i] = self.materialize(operands[i], BatchDim(dim, elements_per_example))
+            if isinstance(result, BatchDim):
+                operand_dim = batch_dims[0].dim if 0 in batch_dims else None
+                params = self._resized_params(equation, operand_dim, result)
+        slice_fn = self._slice_fn(equation, operands) if is_independent else None
+        results = eval_on_ambient_mesh(equation, values, **params)
         return [
-            TrackedValue(x, fact, cut)
-            for x, fact in zip(eval_on_ambient_mesh(equation, values, **changed), found, strict=True)
+            TrackedValue(value, batch_value, slice_fn)
+            for value, batch_value in zip(results, result_batch_values, strict=True)
         ]
 
-    def _cut(self, equation: Any, given: Sequence[TrackedValue]) -> Callable[[BatchDim], Any] | None:
-        """Computes the share of what is the same for all rows, where that needs not all of them.
+    def _slice_fn(self, equation: Any, operands: Sequence[TrackedValue]) -> Callable[[BatchDim], Any] | None:
+        """Returns a function that computes the share of a batch-independent result from shares of operands.
 
-        What is broadcast along rows needs none, and elements of others need those of their operands.
+        Returns None unless that is possible and cheap: for broadcasts and cheap elementwise operations.
         """
         name = primitive_name(equation)
         if name != 'broadcast_in_dim' and name not in CHEAP_ELEMENTWISE:
             return None
-        dims, shape = dim_rule(equation).results[0], shape_of(equation.outvars[0])
+        sources, shape = dim_rule(equation).results[0], shape_of(equation.outvars[0])
 
         @functools.cache
-        def cut(rows: BatchDim) -> Any:
-            values = [each.value for each in given]
-            for place, dim in dims[rows.dim]:
-                if shape_of(equation.invars[place])[dim] == shape[rows.dim]:
-                    values[place] = self.materialize(given[place], BatchDim(dim, rows.elements_per_example))
-            return eval_on_ambient_mesh(equation, values, **self._resized(equation, None, rows))[0]
+        def slice_fn(batch_dim: BatchDim) -> Any:
+            values = [operand.value for operand in operands]
+            for i, dim in sources[batch_dim.dim]:
+                if shape_of(equation.invars[i])[dim] == shape[batch_dim.dim]:
+                    values[i] = self.materialize(operands[i], BatchDim(dim, batch_dim.elements_per_example))
+            params = self._resized_params(equation, None, batch_dim)
+            return eval_on_ambient_mesh(equation, values, **params)[0]
 
-        return cut
+        return slice_fn
 
-    def _resized(self, equation: Any, operand: int | None, rows: BatchDim) -> dict[str, Any]:
-        return resized_params(equation, operand, rows.dim, self._count * rows.elements_per_example)
+    def _resized_params(self, equation: Any, operand_dim: int | None, batch_dim: BatchDim) -> dict[str, Any]:
+        size = self._count * batch_dim.elements_per_example
+        return resized_params(equation, operand_dim, batch_dim.dim, size)
 
-    def _while(self, equation: Any, given: Sequence[TrackedValue], found: Sequence[BatchValue]) -> list[Any]:
+    def _while(
+        self, equation: Any, operands: Sequence[TrackedValue], batch_values: Sequence[BatchValue]
+    ) -> list[Any]:
         loop = loop_of(equation)
-        constants, begun, _ = loop.split(given)
+        consts, init, _ = loop.split(operands)
 
-        def test(values: Any) -> Any:
-            tested = _of_outer_trace(given[: loop.num_cond_consts])
-            return self.values(loop.cond, [*tested, *map(TrackedValue, values, found)], [None])[0]
+        def cond(carry: Any) -> Any:
+            cond_consts = _without_slice_fns(operands[: loop.num_cond_consts])
+            carry = map(TrackedValue, carry, batch_values)
+            return self.eval_jaxpr(loop.cond, [*cond_consts, *carry], [None])[0]
 
-        def step(values: Any) -> Any:
-            return self.values(
-                loop.body, [*_of_outer_trace(constants), *map(TrackedValue, values, found)], found
-            )
+        def body(carry: Any) -> Any:
+            carry = map(TrackedValue, carry, batch_values)
+            return self.eval_jaxpr(loop.body, [*_without_slice_fns(consts), *carry], batch_values)
 
-        return jax.lax.while_loop(test, step, [*map(self.materialize, begun, found)])
+        return jax.lax.while_loop(cond, body, [*map(self.materialize, init, batch_values)])
 
-    def _cond(self, equation: Any, given: Sequence[TrackedValue], found: Sequence[BatchValue]) -> list[Any]:
-        facts = [each.fact for each in given[1:]]
+    def _cond(
+        self, equation: Any, operands: Sequence[TrackedValue], batch_values: Sequence[BatchValue]
+    ) -> list[Any]:
+        operand_batch_values = [operand.batch_value for operand in operands[1:]]
 
         def branch(jaxpr: Any, *values: Any) -> Any:
-            results = self.values(jaxpr, [*map(TrackedValue, values, facts)], found)
-            # XLA refuses branches of which one ends in a constraint. Those of a gradient may keep nothing.
+            tracked = [*map(TrackedValue, values, operand_batch_values)]
+            results = self.eval_jaxpr(jaxpr, tracked, batch_values)
+            # XLA rejects branches of which one ends in a sharding constraint.
             return jax.lax.optimization_barrier(results) if results else results
 
-        run = [functools.partial(branch, jaxpr) for jaxpr in equations.branches(equation)]
-        index, *operands = [each.value for each in given]
-        return jax.lax.switch(index, run, *operands)
+        branches = [functools.partial(branch, jaxpr) for jaxpr in equations.branches(equation)]
+        index, *values = [operand.value for operand in operands]
+        return jax.lax.switch(index, branches, *values)
 
 
-def _of_outer_trace(given: Sequence[TrackedValue]) -> list[TrackedValue]:
-    """What a trace inside takes of the one around it, without what was cut there."""
-    return [TrackedValue(each.value, each.fact) for each in given]
+def _without_slice_fns(operands: Sequence[TrackedValue]) -> list[TrackedValue]:
+    """Returns values that an inner trace closes over, without functions that belong to the outer trace."""
+    return [TrackedValue(operand.value, operand.batch_value) for operand in operands]
 
 
-def _kept_apart(equation: Any, given: Sequence[TrackedValue]) -> Sequence[TrackedValue]:
-    """The operands of a call, behind a barrier where JAX puts them behind one.
+def _behind_barrier(equation: Any, operands: Sequence[TrackedValue]) -> Sequence[TrackedValue]:
+    """Returns the operands of a call, with an optimization barrier where JAX adds one.
 
-    But for what is cut where it meets rows, which must not be computed in full.
+    Values with a `slice_fn` have no barrier, because it would need the full value.
     """
-    pairs = zip(given, equations.prevents_cse(equation), strict=True)
-    apart = {i: each.value for i, (each, again) in enumerate(pairs) if again and each.slice_fn is None}
-    if not apart:
-        return given
-    values = dict(zip(apart, jax.lax.optimization_barrier([*apart.values()]), strict=True))
-    return [each._replace(value=values.get(i, each.value)) for i, each in enumerate(given)]
+    pairs = zip(operands, equations.prevents_cse(equation), strict=True)
+    values = {
+        i: operand.value
+        for i, (operand, needs_barrier) in enumerate(pairs)
+        if needs_barrier and operand.slice_fn is None
+    }
+    if not values:
+        return operands
+    values = dict(zip(values, jax.lax.optimization_barrier([*values.values()]), strict=True))
+    return [operand._replace(value=values.get(i, operand.value)) for i, operand in enumerate(operands)]
 
 
-def _meeting(equation: Any, rows: Mapping[int, BatchDim], out: BatchValue) -> Sequence[OperandDim]:
-    """The dimensions of operands that meet where rows are, in a result or in a sum."""
-    if isinstance(out, BatchDim):
-        return dim_rule(equation).results[0][out.dim]
-    places = {(place, fact.dim) for place, fact in rows.items()}
-    return next(each for each in reduced_dims(equation) if not places.isdisjoint(each))
+def _matching_dims(
+    equation: Any, batch_dims: Mapping[int, BatchDim], result: BatchValue
+) -> Sequence[OperandDim]:
+    """Returns the operand dimensions that become the batch dimension of the result, or are summed with it."""
+    if isinstance(result, BatchDim):
+        return dim_rule(equation).results[0][result.dim]
+    operand_dims = {(operand, batch_dim.dim) for operand, batch_dim in batch_dims.items()}
+    return next(group for group in reduced_dims(equation) if not operand_dims.isdisjoint(group))
 
 
-def _placed(equation: Any, values: Sequence[Any]) -> list[Any]:
-    """Values where the user says, along the mesh axes that are there inside of a pipeline."""
-    said = equations.sharding_params(equation)[1]
-    specs = {i: each.spec for i, each in said.items() if isinstance(each, NamedSharding)}
+def _constrain(equation: Any, values: Sequence[Any]) -> list[Any]:
+    """Constrains values to the user's shardings, along the mesh axes that are Auto inside a pipeline."""
+    result_shardings = equations.sharding_params(equation)[1]
+    specs = {i: x.spec for i, x in result_shardings.items() if isinstance(x, NamedSharding)}
     if len(specs) < len(values):
         return eval_on_ambient_mesh(equation, values)
-    return [_at(value, specs[i]) for i, value in enumerate(values)]
+    return [_constrain_auto_axes(value, specs[i]) for i, value in enumerate(values)]
 
 
-def _at(value: Any, said: PartitionSpec) -> Any:
+def _constrain_auto_axes(value: Any, user_spec: PartitionSpec) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     axes = MeshAxes.of(mesh)
-    there = drop_indivisible(only_axes(said, axes.of_type(AxisType.Auto)), value.shape, axes)
-    return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, there))
+    spec = drop_indivisible(only_axes(user_spec, axes.of_type(AxisType.Auto)), value.shape, axes)
+    return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))

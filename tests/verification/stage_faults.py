@@ -94,7 +94,7 @@ def _alone(op: Op) -> Strategy:
 
 @seeded(
     ('grad',),
-    (jaxpr_rows, '_WORKS_ALONG', frozenset[str]()),
+    (jaxpr_rows, '_ACTS_ALONG', frozenset[str]()),
     (op_rules, 'RULES', op_rules.RULES | {'cumsum': _alone}),
     mesh=STAGES,
 )

@@ -36,7 +36,7 @@ from scalax._jax.rewriting import Rewriter, eval_jaxpr, replace_jaxpr, trace_equ
 from scalax._jaxpr.batch_dims import BatchDim, BatchDimAnalysis
 from scalax._jaxpr.dim_rules import DECOMPOSITIONS, count_multiplications
 from scalax._jaxpr.machine_balance import SECONDS_PER_BYTE, SECONDS_PER_FLOP
-from scalax._jaxpr.matrix_functions import MatrixFunction, find_matrix_functions, propagate_late
+from scalax._jaxpr.matrix_functions import MatrixFunction, find_matrix_functions, propagate_dependence
 from scalax._jaxpr.rebatch import Rebatcher, TrackedValue
 from scalax._spmd.placements.placement import Placements, Replicate, Shard
 from scalax._spmd.placements.reduction_layouts import ReductionLayouts
@@ -188,12 +188,8 @@ def _of_stack(function: MatrixFunction, stack: Any, scalars: Sequence[Any]) -> S
     if len(stack) == rows.count and not any(dims):
         return eval_jaxpr(part, [stack, *scalars])
     operands = [TrackedValue(stack, BatchDim(0)), *[TrackedValue(x, None) for x in scalars]]
-    results = Rebatcher(rows, len(stack), _share).values(part, operands, facts)
+    results = Rebatcher(rows, len(stack)).eval_jaxpr(part, operands, facts)
     return [jnp.moveaxis(x, dim, 0) for x, dim in zip(results, dims, strict=True)]
-
-
-def _share(x: Any, fact: Any) -> Any:
-    raise NotImplementedError('a value has elements for each matrix')
 
 
 def _with_merged(jaxpr: Any, merged: Sequence[tuple[Any, Sequence[MatrixFunction]]]) -> Any:
@@ -210,7 +206,7 @@ def _with_merged(jaxpr: Any, merged: Sequence[tuple[Any, Sequence[MatrixFunction
             if not left:
                 kept += waiting
         else:
-            (waiting if left and propagate_late(equation, late) else kept).append(equation)
+            (waiting if left and propagate_dependence(equation, late) else kept).append(equation)
     return replace_jaxpr(jaxpr, eqns=kept)
 
 
