@@ -1,4 +1,4 @@
-"""The lines of the user's code that equations come from."""
+"""Source lines: the lines of the user's code that equations come from."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def line_of(equation: Any, calls: Sequence[Any] = ()) -> str:
 
     Args:
         equation: the equation.
-        calls: the equations in whose jaxprs it is, from the innermost one outwards.
+        calls: the equations whose jaxprs contain the equation, from the innermost one outwards.
     """
     lines = map(line_of_stack, map(traceback_of, (equation, *calls)))
     return next(filter(None, lines), '') or name_stack(equation)
@@ -36,6 +36,6 @@ def line_of_stack(stack: TracebackType | None) -> str:
 
 
 def frames_outside_jax(stack: TracebackType | None) -> list[traceback.FrameSummary]:
-    """Returns the frames of a stack that are not of JAX itself, the innermost first."""
+    """Returns the frames of a stack outside of JAX, the innermost first."""
     frames = [] if stack is None else reversed(traceback.extract_tb(stack))
     return [frame for frame in frames if not frame.filename.startswith(_JAX)]

@@ -15,7 +15,7 @@ from jax.experimental import pallas
 from jax.sharding import PartitionSpec as P
 
 from scalax._jax import kernels, manual_axes
-from scalax._jaxpr import sort_orders
+from scalax._jaxpr import local_sort_analysis
 from scalax._spmd import conversions as edit
 from scalax._spmd.batch import replicated_parts as parts
 from scalax._spmd.conversions import JaxprEditor
@@ -337,7 +337,7 @@ def _by_experts(w: Any, x: Any, back: Callable[[Any, Any], Any]) -> Any:
     return back(lax.ragged_dot(hidden, w['down'], sizes), order)
 
 
-@seeded(('sort',), (sort_orders, '_require', always(None)))
+@seeded(('sort',), (local_sort_analysis, '_require', always(None)))
 def order_of_the_sort_is_seen(helper: MeshShardingHelper) -> Step:
     """A missing gather: devices sort their own tokens, and what comes out shows in which order all are."""
 

@@ -1,7 +1,7 @@
 """Local sorts, as of tokens by expert, and their groups: each device sorts its local rows.
 
 A global sort would mix the rows of all devices. But if the operations after it do not depend on the order of
-rows within a group, and finally restore the original order (which `scalax._jaxpr.sort_orders` proves), each
+rows within a group, and finally restore the original order (which `scalax._jaxpr.local_sort_analysis` proves), each
 device sorts its local rows, counts its local group sizes, and converts global row indices to local ones.
 """
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from scalax._jax.equations import open_jaxpr, ragged_dim, shape_of
 from scalax._jax.primitives import primitive_name
-from scalax._jaxpr.sort_orders import find_sorted_block
+from scalax._jaxpr.local_sort_analysis import find_sorted_block
 from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.operations.ragged_dot import local_group_sizes
 from scalax._spmd.placements.placement import REPLICATE, Placements, Shard

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from scalax._jax.rewriting import inline_and_sink_constants
-from scalax._jaxpr.sort_orders import CONSTANT_OPS
+from scalax._jaxpr.local_sort_analysis import CONSTANT_OPS
 from scalax._spmd.rewrites.facts import StepFacts
 
 
