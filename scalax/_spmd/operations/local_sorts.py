@@ -1,7 +1,7 @@
 """Local sorts, as of tokens by expert, and their groups: each device sorts its local rows.
 
 A global sort would mix the rows of all devices. But if the operations after it do not depend on the order of
-rows within a group, and finally restore the original order (which `scalax._jaxpr.local_sort_analysis` proves), each
+rows within a group, and finally restore the original order (which `_jaxpr.local_sort_analysis` proves), each
 device sorts its local rows, counts its local group sizes, and converts global row indices to local ones.
 """
 
