@@ -61,7 +61,7 @@ def test_the_innermost_mapping_is_active_and_restored():
     assert physical_axis_name('batch') is None
 
 
-def test_merged_the_inner_mapping_wins_where_haliax_lets_the_outer_one():
+def test_the_inner_mapping_takes_precedence_unlike_in_haliax():
     with axis_mapping({'batch': 'data', 'mlp': 'tp'}):
         with axis_mapping({'batch': 'tp', 'embed': 'data'}, merge=True):
             assert [physical_axis_name(n) for n in ('batch', 'mlp', 'embed')] == ['tp', 'tp', 'data']
@@ -218,7 +218,7 @@ def test_the_old_names(helper):
         assert auto_sharded(x, mesh=helper).array.sharding.spec == P('data')
 
 
-def test_without_mapping_mesh_or_names_nothing_happens_and_shard_says_so(helper):
+def test_without_mapping_mesh_or_names_shard_warns(helper):
     x = jnp.ones((8, 8))
     named = hax.ones((BATCH, EMBED))
     tail = ' (auto_sharded does not warn)'
@@ -333,7 +333,7 @@ SHARED = sorted(
 
 
 @pytest.mark.parametrize('name', [name for name in SHARED if name not in ('ResourceMapping', 'fsdp')])
-def test_arguments_are_called_as_by_haliax_and_have_its_order(name):
+def test_signatures_match_haliax(name):
     parameters = inspect.signature(getattr(hax.partitioning, name)).parameters.values()
     ours = inspect.signature(getattr(scalax.axes, name))
     named = [
@@ -457,7 +457,7 @@ def test_haliax_answers_the_same(helper, axes):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('name', ['head dim', 'a-b', '3', '1', '_', '_x', '...', '(x'])
-def test_axes_of_haliax_are_called_what_they_are_called(helper, name):
+def test_names_of_haliax_axes_may_be_any_text(helper, name):
     axis, mapping = hax.Axis(name, 15), {'batch': 'data', name: 'tp'}
     with jax.set_mesh(helper.mesh), axis_mapping(mapping), hax.axis_mapping(mapping):
         partitioning = hax.partitioning
@@ -472,7 +472,7 @@ def test_axes_of_haliax_are_called_what_they_are_called(helper, name):
         assert shard(named).array.sharding.spec == P('data', 'tp')
 
 
-def test_questions_by_name(helper):
+def test_queries_by_name(helper):
     with helper.get_context(), axis_mapping(MAPPING):
         assert physical_axis_name('vocab') == ('data', 'tp')
         assert physical_axis_name('embed') is None
@@ -490,7 +490,7 @@ def test_questions_by_name(helper):
     assert pspec_for('batch embed', mesh=helper) == P(None, None)  # no mapping: nothing is mapped
 
 
-def test_axes_that_the_mesh_lacks_are_skipped_in_answers_too(helper):
+def test_queries_skip_axes_that_the_mesh_lacks(helper):
     mapping = {'batch': ('pod', 'data')}
     assert physical_axis_name('batch', mapping) == ('pod', 'data')
     assert physical_axis_name('batch', mapping, mesh=helper) == 'data'
@@ -508,7 +508,7 @@ def test_axes_that_the_mesh_lacks_are_skipped_in_answers_too(helper):
         ),
     ],
 )
-def test_questions_about_a_mesh_need_one(ask, message):
+def test_queries_of_sizes_need_a_mesh(ask, message):
     tail = (
         ', and none is active: call it inside sjit or `with helper.get_context():`, or pass mesh=helper.mesh'
     )
@@ -577,6 +577,6 @@ def test_questions_about_a_mesh_need_one(ask, message):
         ),
     ],
 )
-def test_questions_that_make_no_sense(ask, message):
+def test_invalid_queries(ask, message):
     with pytest.raises(RuleError, match=exactly(message)):
         ask()

@@ -248,7 +248,7 @@ def test_the_forms_of_fsdp(helper, form):
         assert compiled(hax.ones((EMBED, MLP))).array.sharding.spec == P('data', 'tp')
 
 
-def test_what_is_no_array_is_part_of_the_program(helper):
+def test_leaves_that_are_not_arrays_are_part_of_the_program(helper):
     traced = []
 
     @named_jit(mesh=helper)
@@ -287,7 +287,7 @@ class Scale:
         return self.by * x
 
 
-def test_the_arrays_of_what_a_method_belongs_to_are_data(helper):
+def test_arrays_of_the_object_of_a_method_are_data(helper):
     scale = Scale(jnp.float32(2))
     compiled = named_jit(scale.apply, mesh=helper)
     assert float(compiled(jnp.float32(3))) == 6
@@ -296,7 +296,7 @@ def test_the_arrays_of_what_a_method_belongs_to_are_data(helper):
     assert (compiled.__name__, 'apply' in compiled.lower(jnp.float32(3)).as_text()) == ('apply', True)
 
 
-def test_zeros_of_both_signs_are_kept_apart(helper):
+def test_zeros_of_both_signs_are_distinguished(helper):
     compiled = named_jit(lambda x, by: x * by, mesh=helper)
     for by in (0.0, -0.0, 0.0):
         assert str(float(compiled(jnp.float32(1), by))) == str(by)
@@ -304,13 +304,13 @@ def test_zeros_of_both_signs_are_kept_apart(helper):
     assert [str(with_sign(jnp.ones(2), by)[1]) for by in (0.0, -0.0)] == ['0.0', '-0.0']
 
 
-def test_arguments_stay_where_they_lie_without_resources(helper):
+def test_arguments_keep_their_sharding_without_resources(helper):
     x = helper.shard(jnp.ones((8, 8)), P('tp'))
     seen = named_jit(lambda x: x + 1, mesh=helper)(x)
     assert seen.sharding.is_equivalent_to(x.sharding, 2)
 
 
-def test_arguments_that_lie_otherwise_are_moved(helper):
+def test_arguments_with_another_sharding_are_moved(helper):
     x = hax.named(helper.shard(jnp.ones((8, 32)), P('tp')), (EMBED, MLP))
     compiled = named_jit(lambda x: x, in_axis_resources=PARAMS, out_axis_resources=PARAMS, mesh=helper)
     assert compiled(x).array.sharding.spec == P('data', 'tp')
@@ -338,7 +338,7 @@ def test_paths_start_inside_each_argument_under_the_mesh_of_jax_too(helper):
             assert (a['w'].sharding.spec, x.sharding.spec) == (P('data'), P('tp'))
 
 
-def test_the_active_mapping_serves_where_none_is_given(helper):
+def test_the_active_mapping_is_the_default(helper):
     def same(x):
         return x
 
@@ -401,7 +401,7 @@ def test_functions_and_shorter_prefixes_donate(helper, donate, expected):
     assert [array.is_deleted() for array in arrays] == expected
 
 
-def test_nothing_said_of_an_argument_donates_nothing(helper):
+def test_arguments_are_not_donated_by_default(helper):
     x, y = (helper.shard(jnp.ones(8), P('data')) for _ in range(2))
     named_jit(lambda x, y: (x + 1, y + 1), donate_args=(None, True), mesh=helper)(x, y)
     assert (x.is_deleted(), y.is_deleted()) == (False, True)

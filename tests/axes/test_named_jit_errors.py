@@ -88,12 +88,12 @@ OF_FSDP = (
         ],
     ],
 )
-def test_calls_that_make_no_sense(bad, message):
+def test_invalid_calls(bad, message):
     with pytest.raises(ArgumentError, match=exactly(message)):
         bad()
 
 
-def test_something_to_shard_by_needs_a_mesh():
+def test_a_mapping_needs_a_mesh():
     message = (
         'same has a mapping to shard by, and no mesh is active: call it inside `with helper.get_context():`, '
         'or give named_jit mesh=helper.mesh'

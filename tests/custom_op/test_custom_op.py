@@ -111,7 +111,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize('types', [(AUTO,), (EXPLICIT,)], ids=['auto', 'explicit'])
 @pytest.mark.parametrize('name', CALLS)
-def test_every_placement_gives_the_same(name: str, types: tuple[AxisType, ...]) -> None:
+def test_every_sharding_gives_the_same_values(name: str, types: tuple[AxisType, ...]) -> None:
     op, operands, static = CALLS[name]
     line = Mesh(np.array(jax.devices()[:2]), ('x',), axis_types=types)
     arrays = tuple(map(jnp.asarray, operands))
@@ -119,7 +119,7 @@ def test_every_placement_gives_the_same(name: str, types: tuple[AxisType, ...]) 
 
 
 @pytest.mark.slow
-def test_every_placement_on_a_mesh_of_two_axes(mesh: Mesh) -> None:
+def test_every_sharding_on_a_mesh_of_two_axes(mesh: Mesh) -> None:
     # Each mesh axis shards rows, columns or neither; axes of different types do not share a dimension.
     count = 9 if len(set(mesh.axis_types)) == 1 else 7
     assert count_equal_placements(norms, (NUMBERS,), mesh) == count
@@ -141,7 +141,7 @@ def test_every_placement_on_a_mesh_of_two_axes(mesh: Mesh) -> None:
     ids=str,
 )
 @pytest.mark.parametrize('types', ['auto', 'explicit'])
-def test_results_lie_as_the_rule_says(spec: PartitionSpec, expected: PartitionSpec, types: str) -> None:
+def test_results_are_sharded_by_the_rule(spec: PartitionSpec, expected: PartitionSpec, types: str) -> None:
     x = put(mesh_of(*MESHES[types]), NUMBERS, *spec)
     total = sums(x, 1.0)
     assert total.sharding.is_equivalent_to(NamedSharding(x.sharding.mesh, expected), 1)
@@ -176,7 +176,7 @@ def test_the_function_sees_blocks(mesh: Mesh, how: str) -> None:
     assert seen[-1] == ((), 1, True, (2, 8))
 
 
-def test_dimensions_that_do_not_divide_stay_whole() -> None:
+def test_dimensions_that_do_not_divide_are_unsharded() -> None:
     same, seen = recording()
     mesh = mesh_of(AUTO, AUTO)
 
@@ -218,7 +218,7 @@ def test_an_ambient_mesh(mesh: Mesh) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize('manual', [{'x', 'y'}, {'x'}], ids=['fully', 'partly'])
 @pytest.mark.parametrize('check_vma', [True, False])
-def test_inside_shard_map_blocks_are_the_operands(mesh: Mesh, manual: set[str], check_vma: bool) -> None:
+def test_inside_shard_map_the_operands_are_blocks(mesh: Mesh, manual: set[str], check_vma: bool) -> None:
     @jax.jit
     def mapped(x: Array) -> Array:
         return jax.shard_map(
@@ -317,7 +317,7 @@ def test_static_arguments_that_are_equal_and_not_the_same() -> None:
     assert [named(ones, how=how)[0] for how in (1, True, 1.0, True)] == [1, 11, 1, 11]
 
 
-def test_types_alone_are_enough() -> None:
+def test_abstract_operands() -> None:
     structs = jax.eval_shape(softmax, jax.ShapeDtypeStruct((4, 8), jnp.float32))
     assert [struct.shape for struct in structs] == [(4, 8), (4,)]
     where = NamedSharding(mesh_of(AUTO, AUTO), P('x', 'y'))
@@ -389,7 +389,7 @@ def test_transformations(types: str, name: str, op: Callable[..., Any]) -> None:
         np.testing.assert_allclose(transformed(x), expected, rtol=2e-5, atol=1e-5)
 
 
-def test_the_gradient_by_hand_is_partitioned_by_hand() -> None:
+def test_the_users_gradient_is_partitioned_by_its_rule() -> None:
     helper = MeshShardingHelper.from_mesh(mesh_of(AUTO, AUTO))
     step = helper.sjit(jax.grad(lambda x: norms_by_hand(x).sum()), in_shardings=P('x', 'y'))
     assert_collectives(step, NUMBERS, all_reduce={'y': 1}, all_gather=0, all_to_all=0)

@@ -47,7 +47,7 @@ RULES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(('rule', 'options'), RULES, ids=[rule for rule, _ in RULES])
-def test_a_rule_that_is_none(rule: str, options: dict[str, Any], snapshot: Snapshot) -> None:
+def test_invalid_rules(rule: str, options: dict[str, Any], snapshot: Snapshot) -> None:
     snapshot(message(RuleError, lambda: sharded_op(rule, **options)))
 
 
@@ -126,7 +126,7 @@ def test_a_factor_that_is_neither_reduced_nor_kept(snapshot: Snapshot) -> None:
     snapshot(message(RuleError, lambda: forgotten(NUMBERS)))
 
 
-def test_results_that_are_no_arrays() -> None:
+def test_results_that_are_not_arrays() -> None:
     for returned, kind in ((None, 'NoneType'), ({'a': 1}, 'dict')):
         wrong = op('b -> b', lambda ctx, x, *, returned=returned: returned)
         assert message(RuleError, lambda wrong=wrong: wrong(np.ones(2))) == (
@@ -139,7 +139,7 @@ def test_a_factor_that_is_never_combined(snapshot: Snapshot) -> None:
     snapshot(message(RuleError, lambda: forgotten(NUMBERS)))
 
 
-def test_half_a_reduction_is_found() -> None:
+def test_an_incomplete_reduction_is_detected() -> None:
     # The maximum is combined but the sum is not, so a check for any collective would not be enough.
     def total(ctx: FactorContext, x: Array) -> Array:
         top = ctx.pmax(x.max(axis=-1), 'c')
@@ -149,7 +149,7 @@ def test_half_a_reduction_is_found() -> None:
     assert 'result 0 still differs between its blocks' in message(RuleError, lambda: half(NUMBERS))
 
 
-def test_a_result_that_says_which_block_it_is() -> None:
+def test_a_result_that_depends_on_the_index_of_the_block() -> None:
     which = op('b c -> b', lambda ctx, x: x[:, 0] * 0 + ctx.index('c'), reduction_factors=('c',))
     assert 'result 0 still differs between its blocks' in message(RuleError, lambda: which(NUMBERS))
 

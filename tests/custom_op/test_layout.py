@@ -45,7 +45,7 @@ def test_axes_of_factors(specs: list[PartitionSpec], expected: dict[str, tuple[s
     assert FactorLayout.from_specs(PAIR, operands, SIZES).axes == expected
 
 
-def test_factors_that_are_whole() -> None:
+def test_unsharded_factors() -> None:
     fit = fit_of('b _ c -> k b', (8, 8, 8), results=((4, 8),), need_replication_factors=('c',))
     layout = FactorLayout.from_specs(fit, [P('x', 'y', 'z'), P('z')], {'x': 2, 'y': 2, 'z': 2})
     assert layout.axes == {'b': ('x',)}

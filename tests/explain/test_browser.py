@@ -84,7 +84,7 @@ def test_each_column_sorts(opened, head, paths):
     assert cells(root, 0) == paths
 
 
-def test_groups_are_sorted_by_what_they_hold(opened):
+def test_groups_are_sorted_by_their_contents(opened):
     root = opened()
     root.find_elements(By.CSS_SELECTOR, '.heads button')[4].click()
     assert cells(root, 0) == ['layers/{0..11}', 'up', 'norm', 'embed', 'step']
@@ -102,7 +102,7 @@ def test_groups_are_sorted_by_what_they_hold(opened):
         ('bytes/', []),  # the head of a column
     ],
 )
-def test_it_is_filtered_by_whatever_a_row_says(opened, text, paths):
+def test_rows_are_filtered_by_any_text(opened, text, paths):
     root = opened()
     root.find_element(By.CSS_SELECTOR, '.tools input').send_keys(text)
     assert cells(root, 0) == paths
@@ -137,7 +137,7 @@ def notebook(browser, tmp_path, *parts, style='', **options):
     return [host.shadow_root for host in hosts]
 
 
-def test_reports_on_one_page_do_not_disturb_one_another(browser, tmp_path):
+def test_reports_on_one_page_are_independent(browser, tmp_path):
     html = report()._repr_html_()
     first, second, third = notebook(browser, tmp_path, html, named_report()._repr_html_(), html)
     browser.run("window.heard = []; document.addEventListener('keydown', (event) => heard.push(event.key))")
@@ -155,7 +155,7 @@ def test_reports_on_one_page_do_not_disturb_one_another(browser, tmp_path):
 
 
 @pytest.mark.parametrize(('ground', 'scheme'), [('#111', 'dark'), ('#fafafa', 'light')])
-def test_theme_is_that_of_the_notebook(browser, tmp_path, ground, scheme):
+def test_theme_follows_the_notebook(browser, tmp_path, ground, scheme):
     notebook(browser, tmp_path, report()._repr_html_(), style=f'background: {ground}', dark=scheme == 'light')
     host = browser.driver.find_element(By.CSS_SELECTOR, '[data-scalax]')
     assert browser.run('return getComputedStyle(arguments[0]).colorScheme', host) == scheme
@@ -163,7 +163,7 @@ def test_theme_is_that_of_the_notebook(browser, tmp_path, ground, scheme):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('width', [1280, 400])
-def test_without_scripts_it_is_whole_and_folds(browser_without_scripts, tmp_path, width):
+def test_without_scripts_the_page_is_complete_and_folds(browser_without_scripts, tmp_path, width):
     browser = browser_without_scripts
     path = tmp_path / 'report.html'
     report().to_html(path, title='Title')

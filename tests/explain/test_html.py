@@ -31,7 +31,7 @@ def texts(html):
     return [text.strip() for text in ET.fromstring(f'<div>{html}</div>').itertext() if text.strip()]
 
 
-def test_what_a_page_says(tmp_path):
+def test_texts_of_a_page(tmp_path):
     static = static_of(report()._repr_html_())
     page_texts = texts(static)
     assert page_texts[:6] == ['Sharding report', 'fsdp', '4', 'tp', '2', '8 devices']
@@ -73,7 +73,7 @@ def test_equal_reports_give_equal_bytes(tmp_path):
     assert other._repr_html_() != report()._repr_html_()
 
 
-def test_whatever_a_report_says_is_text():
+def test_texts_are_escaped():
     static = static_of(hostile_report()._repr_html_())
     tags = {element.tag for element in ET.fromstring(f'<div>{static}</div>').iter()}
     assert not tags & {'script', 'img', 'b'}

@@ -107,7 +107,7 @@ REPORTS = {
 
 @pytest.mark.parametrize('width', [60, 80, 100, 120])
 @pytest.mark.parametrize('name', REPORTS)
-def test_no_width_cuts_anything_off(name, width):
+def test_no_text_is_truncated_at_any_width(name, width):
     report = REPORTS[name]
     text = report.to_text(width)
     assert max(map(len, text.splitlines())) <= width
@@ -207,7 +207,7 @@ def stem(part):
 
 @EXAMPLES
 @hypothesis.given(leaves)
-def test_nothing_is_left_to_fold(drawn):
+def test_folding_is_complete(drawn):
     drawn = list(dict.fromkeys(drawn))
     folds = [(item.parts, drawn[item.first][1]) for item in fold(drawn)]
     for position in range(4):
@@ -346,7 +346,7 @@ def test_json_round_trip(report, tmp_path):
         ),
     ],
 )
-def test_what_is_no_report_is_said(text, message, tmp_path):
+def test_invalid_reports_are_errors(text, message, tmp_path):
     with pytest.raises(DataError) as error:
         ShardingReport.load(text)
     assert str(error.value) == message
@@ -375,7 +375,7 @@ def test_an_empty_text_is_no_report():
     assert str(error.value) == message
 
 
-def test_load_says_what_it_takes(tmp_path):
+def test_load_rejects_other_types(tmp_path):
     for other in ({'version': 1}, b'{}', 3, None):
         with pytest.raises(ArgumentError) as error:
             ShardingReport.load(other)
@@ -449,7 +449,7 @@ def test_a_spec_that_jax_refuses():
         ShardingReport.load(one_row(spec=spec))
 
 
-def test_reports_steer_no_terminal():
+def test_reports_escape_control_characters():
     texts = {key: f'{key}\x1b[2J\n\u202e' for key in ('path', 'dtype', 'rule', 'reason', 'memory_kind')}
     report = ShardingReport.load(one_row(**texts))
     for width in (60, 200):
@@ -477,7 +477,7 @@ def test_reports_have_a_hash():
     assert report != dataclasses.replace(report, mesh={'fsdp': 8})
 
 
-def test_reports_say_what_they_take():
+def test_methods_reject_other_types():
     report = HELPER.explain(MODEL, RULES)
     for width in ('80', 80.5, True):
         with pytest.raises(ArgumentError) as error:
@@ -488,7 +488,7 @@ def test_reports_say_what_they_take():
 # --- Unreduced arrays ----------------------------------------------------------------------------
 
 
-def test_what_is_unreduced_is_not_replicated():
+def test_unreduced_arrays_are_not_replicated():
     """Each device holds a partial sum of the size of the global array."""
     specs = {
         'parts': P(unreduced={'tp', 'fsdp'}),
@@ -526,7 +526,7 @@ def test_what_is_unreduced_is_not_replicated():
 
 
 @pytest.mark.skipif(not hasattr(jax.sharding, 'UnreducedKind'), reason='this JAX knows sums only')
-def test_how_parts_are_combined_comes_back():
+def test_unreduced_specs_round_trip():
     spec = P('fsdp', unreduced={'tp'}, unreduced_kind=jax.sharding.UnreducedKind.max)
     report = EXPLICIT.explain(leaf(8, 4), spec)
     assert report.rows[0].spec == spec
@@ -605,7 +605,7 @@ def test_the_report_has_its_rules_below_it_where_there_is_no_room():
     assert all(len(line) <= 80 for line in narrow.splitlines())
 
 
-def test_what_a_report_calls_shadowed_and_unused():
+def test_shadowed_and_unused_regexes():
     tree = {'stack': {'w': leaf(8, 4, 4), 'scale': leaf(8)}, 'small': leaf(4), 'odd': leaf(8)}
     rules = TreePathShardingRule(
         ('^stack', TreePathShardingRule(('w$', P('tp')), ('scale', P())).stacked(1)),

@@ -212,7 +212,7 @@ def tree(leaves):
 
 
 @pytest.mark.parametrize(('table', 'path', 'shape', 'expected'), NAMES)
-def test_the_layout_of_a_name(table, path, shape, expected):
+def test_spec_of_each_name(table, path, shape, expected):
     assert spec_of(table, path, *shape) == expected
 
 
@@ -221,7 +221,7 @@ ENDS = {GEMMA: LLAMA, MIXTRAL: LLAMA, GPT2: GPT}
 
 
 @pytest.mark.parametrize('name', TABLES)
-def test_no_row_is_for_nothing(name):
+def test_every_row_is_used(name):
     table = TABLES[name]
     paths = [path for of, path, _, _ in NAMES if of in (table, ENDS.get(table))]
     if name == 'GPT2':  # what is not of GPT-2 in GPT
@@ -231,7 +231,7 @@ def test_no_row_is_for_nothing(name):
 
 
 @pytest.mark.parametrize('name', TABLES)
-def test_reports_list_idle_rows_of_the_user_only(name):
+def test_reports_list_only_the_users_unused_rows(name):
     leaves = {'layers/norm/scale': (4, 64)}
     for stacked in ('', 'layers/'):
         shapes = leaves if stacked else {'norm/scale': (64,)}
@@ -367,7 +367,7 @@ def test_a_matrix_with_a_norm_in_its_name_is_not_replicated():
         HELPER.match_sharding_rule(rule(LLAMA), tree({'norm_mlp/kernel': MATRIX}))
 
 
-def test_a_rank_that_is_not_the_row_s(snapshot):
+def test_wrong_rank(snapshot):
     with pytest.raises(ShardingError) as caught:
         HELPER.match_sharding_rule(rule(LLAMA), tree({'layers/q_proj/kernel': (80, 8192, 1024)}))
     (problem,) = caught.value.problems
@@ -399,7 +399,7 @@ def test_stacks_over_stages():
 
 
 @pytest.mark.parametrize('stacks', [rule(LLAMA, stacked='layers/'), rule(LLAMA).stacked(1)])
-def test_a_stack_that_is_none(stacks, snapshot):
+def test_wrong_rank_without_a_stack(stacks, snapshot):
     with pytest.raises(ShardingError) as caught:
         HELPER.match_sharding_rule(stacks, tree({'layers/0/q_proj/kernel': (64, 64)}))
     (problem,) = caught.value.problems
@@ -410,7 +410,7 @@ def test_a_stack_that_is_none(stacks, snapshot):
     snapshot(problem.hint)
 
 
-def test_another_rule_behind_it_does_not_hide_a_rank():
+def test_a_later_rule_does_not_hide_a_wrong_rank():
     composed = rule(LLAMA) | FSDPShardingRule()
     with pytest.raises(ShardingError, match='the spec is for an array of rank 2'):
         HELPER.match_sharding_rule(composed, tree({'layers/q_proj/kernel': (80, 8192, 1024)}))

@@ -216,7 +216,7 @@ def test_the_exceptions_are_of_models_that_are_tested_and_in_the_docs():
 @pytest.mark.medium
 @LAYOUTS
 @pytest.mark.parametrize('name', [name for name in CASES if name.startswith('mixtral')])
-def test_experts_lie_along_their_own_axis(name, stacked):
+def test_experts_are_sharded_over_their_own_axis(name, stacked):
     experts = [row for row in rows(name, stacked) if re.search('/experts/|MoeBlock_0/w', row.path)]
     assert sum(math.prod(row.shape) for row in experts) == 32 * 8 * 3 * 4096 * 14336
     for row in experts:
@@ -238,7 +238,7 @@ def in_layers(name, path):
 @pytest.mark.medium
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize('name', CASES_UNROLLED)
-def test_a_stack_lies_as_its_layers_do(name):
+def test_stacked_layers_have_the_specs_of_unrolled_layers(name):
     number = re.compile(rf'^({CASES[name].layers})[/_]\d+/')
     unrolled = {}
     for row in rows(name, False):
@@ -284,7 +284,7 @@ def test_rows_of_split_heads_do_not_hide_a_forgotten_stack():
     assert 'model/layers/mlp/up_proj/kernel' in str(caught.value)
 
 
-def test_boxes_of_nnx_change_nothing():
+def test_boxes_of_nnx_have_no_effect():
     state = built('llama 8B nnx', True)
     paths = {row.path.removesuffix('/value'): row.spec for row in rows('llama 8B nnx', True)}
     assert len(paths) == len(jax.tree.leaves(state)) == 12
@@ -294,7 +294,7 @@ def test_boxes_of_nnx_change_nothing():
 
 
 @pytest.mark.parametrize('name', ['llama 8B linen', 'llama 70B equinox', 'llama 8B nnx', 'mixtral together'])
-def test_the_state_of_an_optimizer_lies_as_its_parameters(name):
+def test_optimizer_state_is_sharded_like_the_parameters(name):
     params, helper = built(name, True), CASES[name].helper
     state = jax.eval_shape(optax.adamw(1e-3, mu_dtype='float32').init, params)
     of_params = rule_of(name, stacked=True)
@@ -328,7 +328,7 @@ def test_gpt2_without_padding():
     ],
     ids=['linen', 'maxtext', 'equinox', 'deepmind'],
 )
-def test_a_layer_needs_two_sums_over_tp(table, layer):
+def test_a_layer_needs_two_all_reduces_over_tp(table, layer):
     """Megatron-LM (arXiv:1909.08053, figure 4): one all-reduce after attention, one after the MLP."""
     params, function = layer()
     x = np.linspace(-1, 1, 8 * 64, dtype=np.float32).reshape(8, 64)

@@ -37,7 +37,7 @@ def twice(path, leaf):
         ),
     ],
 )
-def test_an_axis_placed_twice_is_an_error_that_names_all_who_had_a_say(rule, origin):
+def test_an_axis_used_twice_is_an_error_that_names_all_rules(rule, origin):
     with pytest.raises(ShardingError) as caught:
         HELPER.match_sharding_rule(rule, {'w': leaf(8, 8)})
     assert str(caught.value) == (
@@ -76,12 +76,12 @@ NAMES = "regex 'w': 'f e'"
         (FSDPShardingRule('tp', min_fsdp_size=1), 'FSDP: tp in use'),
     ],
 )
-def test_an_axis_that_the_first_rule_used_is_not_placed_again_and_the_report_says_so(second, reason):
+def test_an_axis_in_use_is_dropped_and_reported(second, reason):
     (row,) = HELPER.explain({'w': leaf(8, 8)}, TreePathShardingRule(('^w$', P('tp'))) & second).rows
     assert (row.path, row.spec, row.rule, row.reason) == ('w', P('tp'), "regex '^w$'", reason)
 
 
-def test_named_dimensions_of_which_some_get_what_they_ask_for():
+def test_some_named_dimensions_find_their_axes_in_use():
     named = LogicalAxisShardingRule({'e': 'tp', 'f': ('fsdp', 'tp')}, [('w', 'f _ e')])
     rule = TreePathShardingRule(('^w$', P(None, 'tp'))) & named
     (row,) = HELPER.explain({'w': leaf(8, 8, 8)}, rule).rows
@@ -93,6 +93,6 @@ ON_TP = TreePathShardingRule(('', P('tp')))
 
 
 @pytest.mark.parametrize('rule', [P('tp') & ON_TP, ON_TP & (ON_TP & P()), ON_TP & (P() & ON_TP)])
-def test_nothing_is_said_of_an_axis_that_is_where_a_rule_asked_for_it(rule):
+def test_no_note_if_the_dimension_already_has_the_axis(rule):
     (row,) = HELPER.explain({'w': leaf(8, 8)}, rule).rows
     assert (row.spec, row.reason) == (P('tp'), '')

@@ -143,7 +143,7 @@ def test_precedence(first, either, both):
         pytest.param(PolicyShardingRule(lambda *_: FSDP), P('tp', 'fsdp'), id='a policy that returns FSDP'),
     ],
 )
-def test_what_a_spec_becomes(second, expected):
+def test_spec_after_and(second, expected):
     assert spec_of(by_path(P('tp')) & second) == expected
 
 
@@ -210,7 +210,7 @@ def test_fill(below, above, rank, expected):
         ((6, 8), 'replicate', 'warn', P(None, 'tp')),
     ],
 )
-def test_whose_policy_counts(shape, first, second, expected):
+def test_which_policy_applies(shape, first, second, expected):
     rule = by_path(P('fsdp'), on_indivisible=first) & by_path(P(None, 'tp'), on_indivisible=second)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
@@ -228,7 +228,7 @@ def test_whose_policy_counts(shape, first, second, expected):
 @pytest.mark.parametrize('second', ['error', 'warn', 'replicate', "the helper's"])
 @pytest.mark.parametrize('first', ['error', 'warn', 'replicate', "the helper's"])
 @pytest.mark.parametrize('bracketed', [False, True])
-def test_the_stricter_of_two_policies_counts_for_both(first, second, helpers, bracketed):
+def test_the_stricter_of_two_policies_applies(first, second, helpers, bracketed):
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], on_indivisible=helpers)
 
     def placing(spec, policy):
@@ -251,7 +251,7 @@ def test_the_stricter_of_two_policies_counts_for_both(first, second, helpers, br
 
 
 @pytest.mark.parametrize('policy', ['error', 'replicate'])
-def test_a_bare_spec_takes_the_policy_of_the_helper(policy):
+def test_a_bare_spec_has_the_policy_of_the_helper(policy):
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], on_indivisible=policy)
     lenient = by_path(P(None, 'tp'), on_indivisible='replicate')
     for rule in (P('fsdp') & lenient, STRICT_MISS | P('fsdp'), P('fsdp') & FSDP):
@@ -262,7 +262,7 @@ def test_a_bare_spec_takes_the_policy_of_the_helper(policy):
             assert helper.match_sharding_rule(rule, leaf_w(6, 5))['w'].spec == P()
 
 
-def test_a_rule_without_leaves_is_not_asked():
+def test_a_rule_without_leaves_is_not_called():
     typo = FSDPShardingRule('fdsp')
     closed = by_path(None)
     assert spec_of(closed & typo) is None
@@ -348,7 +348,7 @@ def test_or_is_associative_and_takes_the_first_answer(situation):
 @pytest.mark.filterwarnings('ignore::scalax.errors.UnshardedWarning')  # of drawn rules, some shard nothing
 @examples(300)
 @hypothesis.given(situations())
-def test_and_alters_nothing_and_its_result_is_a_sharding(situation):
+def test_and_keeps_the_first_spec_and_its_result_is_valid(situation):
     helper, shape, (a, b) = situation
     alone, both = spec_of(a, shape, helper=helper), spec_of(a & b, shape, helper=helper)
     if both == 'error':
@@ -369,7 +369,7 @@ def test_and_alters_nothing_and_its_result_is_a_sharding(situation):
 @pytest.mark.medium
 @examples(300)
 @hypothesis.given(situations(count=0), st.data())
-def test_fsdp_over_a_spec_takes_the_largest_free_dimension_that_divides(situation, data):
+def test_fsdp_after_a_spec_shards_the_largest_free_dimension_that_divides(situation, data):
     helper, shape, _ = situation
     axis = data.draw(st.sampled_from(helper.axis_names))
     below = data.draw(specs(shape, helper))
@@ -384,7 +384,7 @@ def test_fsdp_over_a_spec_takes_the_largest_free_dimension_that_divides(situatio
         assert entries_of(spec_of(rule, shape, helper=helper), len(shape)) == expected
 
 
-def test_what_any_rule_further_out_took_is_not_free():
+def test_axes_of_all_outer_rules_are_in_use():
     helper = helper_of(a=2, b=2, c=2)
     c = FSDPShardingRule('c', min_fsdp_size=1)
     assert spec_of(P('a') & (P(None, 'b') & c), (32, 16, 8), helper=helper) == P('a', 'b', 'c')

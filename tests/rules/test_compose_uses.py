@@ -64,11 +64,11 @@ def helper():
         TreePathShardingRule(('up', Inherited(('x', P())) & FSDP)) | (MEGATRON & FSDP),
     ],
 )
-def test_fsdp_over_megatron_however_it_is_written(helper, rule):
+def test_fsdp_after_megatron_in_every_notation(helper, rule):
     assert specs(helper, rule, LAYERS) == EXPECTED
 
 
-def test_a_subclass_sees_the_whole_tree_inside_a_composition(helper):
+def test_a_subclass_sees_the_entire_tree_inside_a_composition(helper):
     class LargestOnly(ShardingRule):
         def apply(self, pytree):
             largest = max(leaf.size for leaf in jax.tree.leaves(pytree))
@@ -163,7 +163,7 @@ def test_the_layers_of_the_catalogue_are_never_sharded(cube):
     assert specs(cube, OptimizerStateShardingRule(rule, tree) & OVER_DATA, {'mu': tree}) == {'mu': expected}
 
 
-def test_factors_of_stacked_layers_keep_them_whole(cube):
+def test_factors_of_stacked_layers_keep_the_stack_unsharded(cube):
     rule = OptimizerStateShardingRule(BY_PATH.stacked(), {'w': leaf(16, 64, 32), 'square': leaf(16, 16, 64)})
     state = {
         'v_row': {'w': leaf(16, 32)},
@@ -179,7 +179,7 @@ def test_factors_of_stacked_layers_keep_them_whole(cube):
     }
 
 
-def test_a_scan_over_stacked_layers_gathers_nothing_more(cube):
+def test_a_scan_over_stacked_layers_needs_no_extra_gathers(cube):
     """Sharded layers would have to be gathered in every iteration."""
 
     def model(weights, x):
@@ -195,7 +195,7 @@ def test_two_stacked_dimensions(helper):
         assert specs(helper, rule, {'w': leaf(80, 64, 32, 8)}) == {'w': P(None, None, 'fsdp')}
 
 
-def test_stacks_beside_operators(helper):
+def test_stacked_rules_as_operands(helper):
     tree = {'w': leaf(8, 64, 32)}
     assert specs(helper, P('fsdp') & FSDP.stacked(), tree) == {'w': P('fsdp')}
     assert specs(helper, P('tp') & FSDP.stacked(), tree) == {'w': P('tp', 'fsdp')}
@@ -263,7 +263,7 @@ def test_memory_kinds(helper):
         (lambda pinned: P() & pinned.with_memory_kind('device') & pinned, 'device'),
     ],
 )
-def test_which_memory_counts(helper, rule, expected):
+def test_which_memory_kind_applies(helper, rule, expected):
     row = helper.explain({'w': leaf(16, 64)}, rule(FSDP.with_memory_kind('pinned_host'))).rows[0]
     assert row.memory_kind == expected
 
@@ -289,12 +289,12 @@ def message_of(helper, rule, tree):
     return str(caught.value)
 
 
-def test_a_strict_rule_before_and_names_every_leaf(helper, snapshot):
+def test_a_strict_first_rule_of_and_names_every_leaf(helper, snapshot):
     rule = TreePathShardingRule(('up', P(None, 'tp'))) & FSDP
     snapshot(message_of(helper, rule, {'b': leaf(8), 'up': leaf(8, 8), 'c': {'d': leaf(64, 64)}}))
 
 
-def test_a_contradiction_names_both_rules(helper):
+def test_a_conflict_names_both_rules(helper):
     rule = TreePathShardingRule(('w', P(None, 'tp'))) & TreePathShardingRule(('.*', P('fsdp')))
     p = P('fsdp', 'tp')
     assert message_of(helper, rule, {'w': leaf(6, 8)}) == (
@@ -308,7 +308,7 @@ def test_a_contradiction_names_both_rules(helper):
     )
 
 
-def test_a_spec_that_uses_an_axis_twice_is_not_mended_in_silence(helper):
+def test_a_spec_that_uses_an_axis_twice_is_an_error(helper):
     rule = TreePathShardingRule(('w', P('fsdp'))) & P(None, 'tp', 'tp')
     p = P('fsdp', 'tp', 'tp')
     assert message_of(helper, rule, {'w': leaf(8, 8, 8)}) == (
@@ -320,7 +320,7 @@ def test_a_spec_that_uses_an_axis_twice_is_not_mended_in_silence(helper):
     )
 
 
-def test_a_stack_that_is_too_short_is_named_as_the_user_knows_it(helper):
+def test_errors_about_a_stack_name_the_entire_array(helper):
     rule = TreePathShardingRule(('w', P('fsdp', 'tp'))).stacked()
     assert message_of(helper, rule, {'w': leaf(80, 64)}) == (
         'One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):\n'
@@ -331,7 +331,7 @@ def test_a_stack_that_is_too_short_is_named_as_the_user_knows_it(helper):
     )
 
 
-def test_what_a_subclass_got_wrong_is_shown_with_the_whole_leaf(helper, snapshot):
+def test_errors_of_a_subclass_name_the_entire_leaf(helper, snapshot):
     class Wrong(ShardingRule):
         def apply(self, pytree):
             return jax.tree.map(lambda leaf: 'tp', pytree)
@@ -367,7 +367,7 @@ def test_a_composed_rule_is_pure_if_its_parts_are():
             assert not are_pure(composed)
 
 
-def test_explain_says_who_did_what(helper):
+def test_explain_names_the_rule_and_reason_of_each_leaf(helper):
     rows = {row.path: row for row in helper.explain(LAYERS, MEGATRON & FSDP).rows}
     assert rows['up'].rule == f"regex 'up' & {FSDP!r}"
     assert rows['up'].reason == 'dimension 0 of size 16 divides by 4'
@@ -381,7 +381,7 @@ def why(helper, rule, tree):
     return {row.path: row.reason for row in helper.explain(tree, rule).rows}
 
 
-def test_explain_says_why_the_second_rule_added_nothing(helper):
+def test_explain_gives_the_reason_why_the_second_rule_added_nothing(helper):
     tree = {
         'a': leaf(64, 256),
         'b': leaf(7, 9),
@@ -413,7 +413,7 @@ def test_explain_says_why_the_second_rule_added_nothing(helper):
     }
 
 
-def test_leaves_of_one_shape_have_reasons_of_their_own(helper):
+def test_leaves_of_one_shape_have_separate_reasons(helper):
     sizes = [(path, FSDPShardingRule('fsdp', min_fsdp_size=size)) for path, size in (('a', 500), ('b', 600))]
     assert why(helper, P() & TreePathShardingRule(*sizes), {'a': leaf(8, 8), 'b': leaf(8, 8)}) == {
         'a': '64 elements < min_fsdp_size 500',
@@ -421,7 +421,7 @@ def test_leaves_of_one_shape_have_reasons_of_their_own(helper):
     }
 
 
-def test_a_table_that_never_gets_what_it_asks_for_is_idle(helper):
+def test_a_table_whose_axes_are_always_in_use_is_unused(helper):
     first = TreePathShardingRule(('a', P('tp')), ('b', P()), ('.*', P()))
     second = TreePathShardingRule(('^a', P(None, 'tp')), ('^b', P(None, 'tp')), ('', P()))
     tree = {'a': leaf(64, 256), 'b': leaf(64, 256), 'c': leaf(8)}
@@ -439,7 +439,7 @@ def test_a_table_that_never_gets_what_it_asks_for_is_idle(helper):
     assert bracketed.shadowed_rules == ('^a', '^b')
 
 
-def test_idle_regexes_are_found_inside_compositions(helper):
+def test_unused_regexes_inside_compositions(helper):
     second = TreePathShardingRule(('up', P('tp')), ('down', P('fsdp')), ('misspelt', P()), ('norm', P()))
     first = TreePathShardingRule(('up|gate', P(None, 'tp')), ('wup', P()))
     for rule in (first | second, P() & (first | second), (first | second).stacked(1)):
@@ -465,7 +465,7 @@ def test_rules_without_a_hash_are_explained(helper):
         assert report.shadowed_rules == ('wup|up',)
 
 
-def test_equal_rules_are_one_in_a_report(helper):
+def test_equal_rules_are_reported_once(helper):
     def table():
         return TreePathShardingRule(('up', P('tp')), ('down', P()), ('misspelt', P()))
 
@@ -474,7 +474,7 @@ def test_equal_rules_are_one_in_a_report(helper):
     ).unused_rules == ('misspelt',)
 
 
-def test_none_closes_a_leaf_to_the_second_rule(helper):
+def test_the_second_rule_cannot_change_none(helper):
     first = TreePathShardingRule(('up', None), ('.*', P()))
     rule = first & TreePathShardingRule(('up', P('tp')), ('.*', P()))
     report = helper.explain(LAYERS, rule)

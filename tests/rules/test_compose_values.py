@@ -33,7 +33,7 @@ def by_path(value, **options):
 # --- Operands --------------------------------------------------------------------------------------
 
 
-def test_a_named_sharding_is_taken_on_both_sides(helper):
+def test_a_named_sharding_may_be_either_operand(helper):
     sharding = NamedSharding(helper.mesh, P('tp'))
     tree = {'w': leaf(16, 8)}
     assert (
@@ -56,7 +56,7 @@ def test_other_operands_are_type_errors(operator, operand):
 
 
 @pytest.mark.parametrize('dims', [0, -1, True, 1.0, '1', None])
-def test_stacked_takes_a_positive_number(dims):
+def test_stacked_needs_a_positive_number(dims):
     with pytest.raises(RuleError) as caught:
         FSDP.stacked(dims)
     assert str(caught.value) == f'stacked() takes a positive number of dimensions, got {dims!r}'

@@ -185,7 +185,7 @@ SECOND_ON_C = Paths((('', P(None, 'c')),), policy='replicate')
         (Both(FIRST_ON_A, Both(SECOND_ON_C, Paths((('', P('b')),)))), (7, 8), P(None, 'c')),
     ],
 )
-def test_what_is_free_in_brackets(term: Any, shape: tuple[int, ...], expected: P) -> None:
+def test_what_is_free_in_nested_compositions(term: Any, shape: tuple[int, ...], expected: P) -> None:
     mesh = MeshOf((2, 2, 2, 2), 'AAAA', None)
     tree = {'w': jax.ShapeDtypeStruct(shape, 'float32')}
     assert Resolver(mesh, tree)(make(term, mesh)) == [(expected, None)]
@@ -201,7 +201,7 @@ def test_an_unreduced_axis_is_in_use() -> None:
 @pytest.mark.medium
 @examples(200)
 @hypothesis.given(situations(count=3))
-def test_and_may_be_grouped_either_way(situation: Situation) -> None:
+def test_and_is_associative(situation: Situation) -> None:
     a, b, c = rules_of(situation)
     resolve = Resolver(situation.mesh, situation.tree)
     # As a first operand None ends `&`, so that the brackets matter.
@@ -215,7 +215,7 @@ def test_and_may_be_grouped_either_way(situation: Situation) -> None:
 @pytest.mark.medium
 @examples(300)
 @hypothesis.given(situations(count=1))
-def test_rules_inside_others(situation: Situation) -> None:
+def test_nested_rules(situation: Situation) -> None:
     mesh, (term,) = situation.mesh, situation.terms
     (rule,) = rules_of(situation)
     tree = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(shape_of(leaf), 'float32'), situation.tree)

@@ -81,7 +81,7 @@ def assert_placed(helper: MeshShardingHelper, tree: Any, shardings: Any, report:
 @pytest.mark.slow
 @examples(1300)
 @hypothesis.given(situations())
-def test_arrays_get_what_the_table_says(situation: Situation) -> None:
+def test_shardings_follow_the_table(situation: Situation) -> None:
     mesh, tree = situation.mesh, situation.tree
     helper, rules = mesh.helper(), make(situation.terms, mesh)
     report, error, warned = attempt(helper.explain, tree, rules)

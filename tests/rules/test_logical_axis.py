@@ -82,7 +82,7 @@ def message(error):
         ('_ 1 (1) 5 embed', (3, 1, 1, 5, 16), P(*[None] * 4, 'fsdp'), P(*[None] * 4, 'fsdp')),
     ],
 )
-def test_one_mapping_serves_the_laptop_and_the_pod(names, shape, laptop, pod):
+def test_one_mapping_serves_every_mesh(names, shape, laptop, pod):
     rule = LogicalAxisShardingRule(MAPPING, [('', names)])
     assert specs(rule, leaf(*shape), LAPTOP) == laptop
     assert specs(rule, leaf(*shape), POD) == pod
@@ -116,12 +116,12 @@ def test_precedence(names, mesh, spec):
     assert specs(rule, shape, dict.fromkeys(mesh.split(), 2)) == canonical(spec)
 
 
-def test_without_a_mesh_every_axis_counts():
+def test_without_a_mesh_every_axis_is_used():
     rule = LogicalAxisShardingRule(MAPPING, [('w', 'batch embed mlp')])
     assert rule.apply({'w': leaf(8, 8, 8)}) == {'w': P(('replica', 'data', 'fsdp', 'expert'), None, 'tp')}
 
 
-def test_the_first_regex_counts():
+def test_the_first_matching_regex_applies():
     rule = LogicalAxisShardingRule(
         MAPPING, [('attention/.*/kernel', 'embed heads'), (re.compile('KERNEL', re.I), 'embed mlp')]
     )
@@ -132,14 +132,14 @@ def test_the_first_regex_counts():
     }
 
 
-def test_names_may_be_words_of_python():
+def test_names_may_be_python_keywords():
     """Names may be Python keywords, about which einops warns."""
     rule = LogicalAxisShardingRule({'in': 'fsdp', 'axis': 'tp', 'not_in': None}, [('w', '(in axis) not_in')])
     assert rule.apply({'w': leaf(16, 2)}) == {'w': P(('fsdp', 'tp'), None)}
     assert _einops_pattern.parse('in (lambda out) axis').dimensions == (('in',), ('lambda', 'out'), ('axis',))
 
 
-def test_one_element_is_replicated_whatever_its_names():
+def test_arrays_of_one_element_are_replicated():
     rule = LogicalAxisShardingRule(MAPPING, [('w', 'embed mlp')])
     assert rule.apply({'w': leaf(1), 'step': 0, 's': leaf()}) == {'w': P(), 'step': P(), 's': P()}
 
@@ -151,7 +151,7 @@ def test_strict_false():
     assert (rule | FSDPShardingRule()).apply(tree) == {'b': P('fsdp', None), 'w': P('fsdp', None)}
 
 
-def test_a_report_says_why():
+def test_reports_give_the_reason():
     rule = LogicalAxisShardingRule(MAPPING, [('w', 'heads mlp embed'), ('v', 'embed vocab')])
     report = helper_for(POD).explain({'w': leaf(8, 8, 16), 'v': leaf(16, 8), 's': 0, 'z': leaf()}, rule)
     assert [(row.path, row.rule, row.reason) for row in report.rows] == [
@@ -202,7 +202,7 @@ def test_a_misspelt_mesh_axis_among_others_is_shown(mapping, reason):
 FUSED = [('', 'embed (heads head_dim)')]
 
 
-def test_of_a_fused_dimension_the_product_counts():
+def test_a_fused_dimension_needs_a_divisible_product():
     rule = LogicalAxisShardingRule(MAPPING, FUSED)
     assert specs(rule, leaf(16, 24), {'fsdp': 2, 'tp': 4}) == P('fsdp', 'tp')
 
@@ -250,7 +250,7 @@ def test_indivisible_dimensions_follow_the_policy(snapshot):
     ],
 )
 @pytest.mark.parametrize('policy', ['replicate', 'warn'])
-def test_axes_that_do_not_divide_are_free_for_the_dimensions_behind(names, shape, spec, policy):
+def test_axes_that_do_not_divide_are_free_for_later_dimensions(names, shape, spec, policy):
     mapping = {'a': 'y', 'b': 'y', 'c': 'x', 'd': ('y', 'x')}
     rule = LogicalAxisShardingRule(mapping, [('w', names)], on_indivisible=policy)
     with warnings.catch_warnings(record=True) as caught:
@@ -259,7 +259,7 @@ def test_axes_that_do_not_divide_are_free_for_the_dimensions_behind(names, shape
     assert [warning.category for warning in caught] == [IndivisibleWarning] * (policy == 'warn')
 
 
-def test_the_leaves_that_warnings_name_are_those_of_the_tree():
+def test_warnings_name_the_leaves_of_the_tree():
     """The rule may resolve other leaves, such as parameters or layers of a stack."""
     rule = LogicalAxisShardingRule({'a': 'x', 'b': 'y'}, [('w', 'a b')], on_indivisible='warn')
     state = {'mu': {'w': leaf(3, 8)}, 'nu': {'w': leaf(3, 8)}, 'row': {'w': leaf(8)}}
@@ -297,7 +297,7 @@ def test_no_other_pair_is_tried_for_a_dimension_that_does_not_divide():
 # --- Composed -------------------------------------------------------------------------------------
 
 
-def test_beside_other_rules():
+def test_with_other_rules():
     names = LogicalAxisShardingRule({'mlp': 'tp', 'embed': None}, [('kernel', 'embed mlp')])
     fsdp = FSDPShardingRule(fsdp_axis_size=4, min_fsdp_size=0)
     tree = {'kernel': leaf(16, 8), 'bias': leaf(8)}
@@ -310,7 +310,7 @@ def test_beside_other_rules():
     }
 
 
-def test_filling_what_another_rule_left_chooses_among_the_axes_that_are_left():
+def test_named_dimensions_choose_among_the_free_axes():
     pairs = [('embed', 'fsdp'), ('mlp', 'tp'), ('mlp', 'fsdp')]
     rule = P('tp') & LogicalAxisShardingRule(pairs, [('', 'embed mlp')])
     # An earlier rule shards embed, so it does not use fsdp; tp is in use, so mlp uses its next pair.
@@ -325,7 +325,7 @@ def test_stacked_names_describe_one_layer(snapshot):
     snapshot(message(error))
 
 
-def test_in_another_memory():
+def test_memory_kind():
     rule = LogicalAxisShardingRule(MAPPING, [('', 'embed mlp')]).with_memory_kind('pinned_host')
     sharding = MeshShardingHelper([4, 2], ['fsdp', 'tp']).match_sharding_rule(rule, leaf(16, 8))
     assert (sharding.spec, sharding.memory_kind) == (P('fsdp', 'tp'), 'pinned_host')
@@ -396,7 +396,7 @@ def test_rules_are_values(rule):
         rule.strict = False
 
 
-def test_long_regexes_are_shown_whole():
+def test_long_regexes_are_shown_in_full():
     regex = re.compile('w|' + 'a' * 300)
     rule = LogicalAxisShardingRule({'a': 'x'}, [(regex, 'a b')], strict=False)
     assert eval(repr(rule), {'LogicalAxisShardingRule': LogicalAxisShardingRule, 're': re}) == rule
@@ -418,7 +418,7 @@ PAIRS = st.lists(st.tuples(st.sampled_from('abcd'), ENTRIES), max_size=8)
 
 
 @hypothesis.given(PAIRS, st.permutations('abcd'), st.lists(st.sampled_from(AXES), min_size=1, unique=True))
-def test_every_mesh_takes_every_mapping(pairs, names, mesh):
+def test_every_mapping_works_on_every_mesh(pairs, names, mesh):
     rule = LogicalAxisShardingRule(pairs, [('', ' '.join(names))], strict=False)
     spec = specs(rule, leaf(8, 8, 8, 8), dict.fromkeys(mesh, 2))
     used = spec_axes(spec)

@@ -94,7 +94,7 @@ def misplaced(word):
         ('(heads d) x', "axis_mapping has no name 'd' (known: 'embed', 'mlp', 'heads')", 7),
     ],
 )
-def test_an_invalid_pattern_is_pointed_at(names, why, at):
+def test_errors_point_into_invalid_patterns(names, why, at):
     with pytest.raises(RuleError) as error:
         LogicalAxisShardingRule({'embed': 'fsdp', 'mlp': 'tp', 'heads': 'tp'}, [('w', names)])
     assert message(error) == pattern(names, why, at)
@@ -149,7 +149,7 @@ RULE = 'LogicalAxisShardingRule'
         ),
     ],
 )
-def test_a_wrong_rule_is_an_error_at_once(make, expected):
+def test_an_invalid_rule_is_an_error_at_construction(make, expected):
     with pytest.raises(RuleError) as error:
         make()
     assert message(error) == expected
@@ -163,7 +163,7 @@ PATTERNS = st.lists(st.one_of(NAMES, GROUPS, st.just('...')), max_size=5).map(' 
 
 
 @hypothesis.given(PATTERNS)
-def test_patterns_mean_what_they_mean_to_einops(text):
+def test_patterns_have_the_meaning_of_einops(text):
     try:
         expected = ParsedExpression(text, allow_underscore=True)
     except Exception as error:

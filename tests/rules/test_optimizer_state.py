@@ -120,7 +120,7 @@ def assert_mirrors(state: Any, params: Any, everywhere: list[str]) -> int:
 
 
 @pytest.mark.parametrize('name', OPTIMIZERS)
-def test_the_state_of_each_is_placed_as_its_parameters(name):
+def test_state_of_each_optimizer_is_placed_like_its_parameters(name):
     """Resolves the shardings of abstract arrays, without compiling anything."""
     optimizer, everywhere = OPTIMIZERS[name]
     rule = OptimizerStateShardingRule(BY_PATH, PARAMS)
@@ -137,7 +137,7 @@ COMPUTED = ('adamw', 'MultiSteps', 'lbfgs', 'multi_transform', 'muon')
 @pytest.mark.parametrize(
     'name', [name if name in COMPUTED else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
 )
-def test_moments_lie_as_their_parameters(name):
+def test_moments_are_sharded_like_their_parameters(name):
     optimizer, everywhere = OPTIMIZERS[name]
     rule = OptimizerStateShardingRule(BY_PATH, PARAMS)
     params = HELPER.shard(PARAMS, BY_PATH)
@@ -170,7 +170,7 @@ def test_history_is_a_stack_of_copies():
     assert specs.params == SPECS
 
 
-def test_adafactor_factors_take_the_dimensions_they_keep():
+def test_adafactor_factors_have_the_specs_of_their_dimensions():
     # optax drops the largest dimension for v_row, and the second largest for v_col.
     params = {
         'tall': struct(512, 256),
@@ -250,7 +250,7 @@ class DataclassState:
 
 @pytest.mark.medium
 @pytest.mark.parametrize('kind', [TrainState, DataclassState])
-def test_a_whole_train_state_takes_one_rule(kind):
+def test_one_rule_shards_a_train_state(kind):
     optimizer = optax.adamw(1e-3)
 
     def init():
@@ -268,7 +268,7 @@ def test_a_whole_train_state_takes_one_rule(kind):
     )
 
 
-def test_zero_1_is_one_line():
+def test_zero_1():
     helper = MeshShardingHelper([8], ['data'])
     optimizer = optax.adam(1e-3)
     state_rule = OptimizerStateShardingRule(P(), PARAMS) & FSDPShardingRule('data', min_fsdp_size=16)
@@ -284,7 +284,7 @@ def test_zero_1_is_one_line():
 # --- Shapes and paths -----------------------------------------------------------------------------
 
 
-def test_where_several_dimensions_fit_nothing_is_guessed():
+def test_ambiguous_dimensions_are_replicated():
     rule = OptimizerStateShardingRule(
         {'w': P('a', 'b'), 'same': P()}, {'w': struct(8, 8), 'same': struct(8, 8)}
     )
@@ -318,7 +318,7 @@ def test_parameters_named_like_parts_of_the_state():
     assert both.apply(state)[0].mu == {'w': P('a'), 'mu': {'w': P('b'), 'b': P()}}
 
 
-def test_the_longest_path_counts():
+def test_the_longest_path_wins():
     params = {'w': struct(8), 'inner': {'w': struct(8)}}
     specs = {'w': P('a'), 'inner': {'w': P('b')}}
     rule = OptimizerStateShardingRule(specs, params)
@@ -327,7 +327,7 @@ def test_the_longest_path_counts():
 
 
 @pytest.mark.parametrize(('shape', 'spec'), [((8,), P('a')), ((4,), P('b'))])
-def test_of_paths_that_count_alike_the_shape_decides(shape, spec):
+def test_the_shape_decides_between_equal_paths(shape, spec):
     params = {'w': struct(8), 'inner': {'w': struct(4)}}
     rule = OptimizerStateShardingRule({'w': P('a'), 'inner': {'w': P('b')}}, params)
     masked = {'inner': {'w': struct(*shape)}}
@@ -355,7 +355,7 @@ def test_params_of_any_structure(params, specs):
         assert all(spec == {(8, 16): P('a', 'b'), (16,): P('b')}[leaf.shape] for leaf, spec in mirrored)
 
 
-def test_states_without_statistics_are_no_error():
+def test_states_without_statistics():
     rule = OptimizerStateShardingRule(BY_PATH, PARAMS)
     for optimizer in (
         optax.sgd(1e-3),
@@ -366,7 +366,7 @@ def test_states_without_statistics_are_no_error():
         assert set(jax.tree.leaves(rule.apply(state), is_leaf=is_spec)) <= {P()}
 
 
-def test_what_fits_no_parameter_is_left_to_a_rule_in_front():
+def test_a_rule_in_front_shards_leaves_without_a_parameter():
     # GaLore keeps projections, whose shapes are unrelated to the dimensions of the parameter.
     params = {'w': struct(256, 512), 'b': struct(512)}
     state = jax.eval_shape(optax.contrib.scale_by_galore(rank=64).init, params)
@@ -391,7 +391,7 @@ trees = st.recursive(
 
 @examples(150)
 @hypothesis.given(trees, st.data())
-def test_what_mirrors_a_parameter_equals_it(tree, data):
+def test_copies_of_parameters_have_their_specs(tree, data):
     params = {'params': tree}
     hypothesis.assume(len(path_to_leaf(params)) == len(jax.tree.leaves(params)))  # no path twice
     specs = jax.tree.map(lambda x: P(*data.draw(st.permutations(['a', 'b', 'c', None]))[: x.ndim]), params)

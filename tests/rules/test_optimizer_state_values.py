@@ -76,7 +76,7 @@ def by_rank(path, leaf):
         ('table', (2**20 - 1,), P(), 'belongs to no parameter'),
     ],
 )
-def test_what_a_leaf_gets(path, shape, spec, reason):
+def test_spec_and_reason_of_each_shape(path, shape, spec, reason):
     rule = OptimizerStateShardingRule(P('a', 'b'), W)
     tree = {'mirror': W, 'leaf': nested(path, struct(*shape))}  # the mirror: a state of these params
     named = NamedTree.of(tree)
@@ -90,7 +90,7 @@ def nested(path, leaf):
     return leaf
 
 
-def test_what_is_below_a_parameter_is_left_to_another_rule():
+def test_a_later_rule_shards_leaves_below_a_parameter():
     params = {'kernel': struct(2048, 512)}
     rule = OptimizerStateShardingRule(P('a', 'b'), params)
     state = {'mu': {'kernel': {'q': struct(2048, 512, dtype='int8'), 'scale': struct(2048, 4)}}}
@@ -124,7 +124,7 @@ LARGE = {'layers': [{'w': struct(64, 64)}, {'w': struct(4096, 4096)}], 'b': stru
         (LARGE, '0/mu/codes', struct(2**20, dtype='int8'), NO_PARAMETER),
     ],
 )
-def test_params_that_fit_in_part_are_an_error(params, path, leaf, detail):
+def test_params_that_fit_only_some_leaves_are_an_error(params, path, leaf, detail):
     rule = OptimizerStateShardingRule(P(), params)
     state = {'mirror': params, 'leaf': nested(path, leaf)}
     for of_all in (rule, rule & FSDPShardingRule('fsdp', min_fsdp_size=0)):
@@ -138,7 +138,7 @@ def test_params_that_fit_in_part_are_an_error(params, path, leaf, detail):
     assert jax.tree.leaves(HELPER.match_sharding_rule(either, state)['leaf'])[0].spec == P('fsdp')
 
 
-def test_a_train_state_that_holds_more_than_parameters():
+def test_a_train_state_with_other_leaves():
     state = TrainState(
         struct(), LARGE, {'mu': LARGE, 'coefficients': struct(5, 3)}, struct(2, dtype='uint32')
     )
@@ -182,7 +182,7 @@ class LastDimension(ShardingRule):
         "a user's rule",
     ],
 )
-def test_moments_equal_what_the_rule_says_of_parameters(param_rule):
+def test_moments_have_the_specs_of_every_kind_of_rule(param_rule):
     params = jax.eval_shape(lambda: PARAMS)
     state = jax.eval_shape(optax.adamw(1e-3).init, params)
     specs = HELPER.match_sharding_rule(param_rule, params)
@@ -190,7 +190,7 @@ def test_moments_equal_what_the_rule_says_of_parameters(param_rule):
     assert shardings[0].mu == shardings[0].nu == specs
 
 
-def test_the_rule_is_asked_once_about_all_parameters():
+def test_the_rule_is_called_once_for_all_parameters():
     asked = []
 
     class Counting(ShardingRule):
@@ -203,7 +203,7 @@ def test_the_rule_is_asked_once_about_all_parameters():
     assert asked == [jax.tree.map(lambda x: struct(*np.shape(x)), PARAMS)]
 
 
-def test_copies_do_without_what_a_rule_further_out_took():
+def test_copies_cannot_use_axes_of_outer_rules():
     params = {'w': struct(64, 32), 'b': struct(64)}
     fsdp = FSDPShardingRule('fsdp', min_fsdp_size=1)
     rule = OptimizerStateShardingRule(fsdp, params)
@@ -261,7 +261,7 @@ def test_memory_kinds_and_none_are_passed_on():
     )
 
 
-def test_the_policy_of_the_parameters_holds():
+def test_the_policy_of_the_parameters_applies():
     params = {'w': struct(6, 16)}
     strict = TreePathShardingRule(('w', P('fsdp', 'tp')))
     loose = TreePathShardingRule(('w', P('fsdp', 'tp')), on_indivisible='replicate')
@@ -288,7 +288,7 @@ def test_explain_finds_unused_clauses_of_the_parameters():
     ]
 
 
-def test_regexes_are_judged_by_the_parameters_not_by_the_state():
+def test_unused_regexes_depend_on_the_parameters_not_the_state():
     params = {'embed': struct(8, 16), 'w': struct(8, 16), 'mu': struct(8, 16)}
     table = TreePathShardingRule(
         ('embed', P('fsdp')), ('^mu', P('tp')), ('w', P('fsdp')), ('nu', P()), ('^w$', P()), strict=False

@@ -206,7 +206,7 @@ def test_fsdp(helper, tree, minimum, data):
 @pytest.mark.medium
 @EXAMPLES
 @hypothesis.given(helper=helpers(), tree=trees, data=st.data())
-def test_what_does_not_divide_is_named_and_nothing_else(helper, tree, data):
+def test_only_leaves_that_do_not_divide_are_named(helper, tree, data):
     table = data.draw(spec_tables(helper.axis_names))
     rule = PolicyShardingRule(lambda path, leaf: table[len(leaf.shape)])
     named = NamedTree.of(tree)

@@ -121,7 +121,7 @@ def test_an_empty_key_of_a_tree_of_rules_is_part_of_the_path():
         HELPER.match_sharding_rule({'': {'w': 'data', '': P()}, 'v': P()}, tree)
 
 
-def test_everything_that_is_wrong_is_said_at_once_in_tree_order():
+def test_all_problems_are_raised_together_in_tree_order():
     rule = TreePathShardingRule(('[ac]$', P('data')), ('d', P('dta')), ('e', P()))
     policy = PolicyShardingRule(lambda path, x: 'data' if path == 'z' else P('data'))
     tree = {
@@ -206,7 +206,7 @@ def test_every_decision_is_recorded():
 # --- Shardings of other meshes --------------------------------------------------------------------
 
 
-def test_named_shardings_of_an_equal_mesh_are_taken():
+def test_named_shardings_of_an_equal_mesh_are_accepted():
     equal = MeshShardingHelper([4, 2], ['data', 'tp']).mesh
     for mesh in (equal, equal.abstract_mesh):
         assert HELPER.match_sharding_rule(NamedSharding(mesh, P('tp')), leaf(8)).mesh == HELPER.mesh
@@ -228,7 +228,7 @@ def test_named_shardings_of_an_equal_mesh_are_taken():
 @pytest.mark.parametrize(
     'rule', [lambda s: s, lambda s: TreePathShardingRule(('', s)), lambda s: PolicyShardingRule(lambda *_: s)]
 )
-def test_named_shardings_of_other_meshes_are_not(mesh, rule):
+def test_named_shardings_of_other_meshes_are_errors(mesh, rule):
     with pytest.raises(ShardingError) as error:
         HELPER.match_sharding_rule(rule(NamedSharding(mesh, P('tp'))), {'w': leaf(8), 'v': leaf(8)})
     assert [problem.kind for problem in error.value.problems] == ['other-mesh'] * 2
@@ -279,7 +279,7 @@ def test_policies_for_dimensions_that_do_not_divide(kind):
         assert len(caught) == 1
 
 
-def test_the_helpers_policy_is_not_that_of_rules():
+def test_the_helpers_policy_does_not_apply_to_rules():
     helper = MeshShardingHelper([4, 2], ['data', 'tp'], on_indivisible='replicate')
     assert spec_of(ASKED, leaf(6, 2), helper) == P('tp')
     with pytest.raises(ShardingError):
@@ -354,14 +354,14 @@ def test_a_spec_that_is_valid_once_is_checked_on_other_meshes_and_shapes(sizes, 
         ([leaf(16, 4)], P()),
     ],
 )
-def test_another_tree_is_another_question(tree, spec):
+def test_the_cache_distinguishes_trees(tree, spec):
     rule = TreePathShardingRule(('w', FSDPShardingRule('data', min_fsdp_size=0)), strict=False)
     HELPER.match_sharding_rule(rule, {'w': leaf(16, 4)})
     [sharding] = jax.tree.leaves(HELPER.match_sharding_rule(rule, tree))
     assert sharding.spec == spec
 
 
-def test_answers_of_code_that_may_change_its_mind_are_not_kept():
+def test_answers_of_impure_rules_are_not_cached():
     mood = {}
 
     class Moody(ShardingRule):
@@ -380,7 +380,7 @@ def test_answers_of_code_that_may_change_its_mind_are_not_kept():
         assert HELPER.match_sharding_rule(rule, {'w': leaf(8)})['w'].spec == P('tp')
 
 
-def test_errors_are_raised_every_time_and_not_kept():
+def test_errors_are_not_cached():
     for _ in range(2):
         with pytest.raises(ShardingError):
             HELPER.match_sharding_rule(P('data'), {'w': leaf(6)})
@@ -419,7 +419,7 @@ def test_another_process_decides_the_same():
     assert "mesh axis 'a' is used more than once" in outputs.pop()
 
 
-def test_resolving_warns_of_nothing_else():
+def test_resolving_issues_no_other_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         HELPER.match_sharding_rule(FSDPShardingRule('data'), {'w': np.zeros((2048, 2048)), 'k': KEYS})

@@ -215,18 +215,18 @@ TAKEN = 'which is not a rule: give a ShardingRule, a PartitionSpec, a NamedShard
         ),
     ],
 )
-def test_trees_of_rules_that_do_not_fit(rules, tree, message):
+def test_trees_of_rules_that_do_not_match(rules, tree, message):
     with pytest.raises(StructureError) as error:
         HELPER.match_sharding_rule(rules, tree)
     assert str(error.value) == message
 
 
-def test_messages_say_which_tree_it_is(snapshot):
+def test_messages_name_the_tree(snapshot):
     with snapshot.raises(StructureError):
         match_subtrees({'w': P()}, {'v': X}, "argument 'state'")
 
 
-def test_a_miss_says_what_the_rule_saw():
+def test_an_unmatched_leaf_has_the_path_that_the_rule_saw():
     tree = {'params': {'up': X, 'b': X}, 'up': X}
     rule = TreePathShardingRule(('up', P()))
     with pytest.raises(ShardingError) as error:
@@ -247,7 +247,7 @@ class TrainState:
     tx: object = dataclasses.field(metadata={'static': True})
 
 
-def test_static_fields_that_differ_are_said_where_they_are(snapshot):
+def test_messages_locate_different_static_fields(snapshot):
     tree = TrainState(0, {'d': {'w': np.ones(8)}}, 'adam')
     rules = TrainState(P(), {'d': {'w': P()}}, 'sgd')
     with snapshot.raises(StructureError):
@@ -278,7 +278,7 @@ def test_rules_in_place_of_a_tree(tree):
     )
 
 
-def test_trees_of_rules_that_differ_alike_in_many_layers(snapshot):
+def test_equal_differences_in_many_layers_are_folded(snapshot):
     tree = {'layers': [{'q': 1.0, 'k': 1.0} for _ in range(100)], 'head': {'w': 1.0}}
     rules = jax.tree.map(lambda _: P(), tree)
     for layer in rules['layers'][:60]:

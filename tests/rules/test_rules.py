@@ -70,7 +70,7 @@ def test_fsdp_without_a_mesh(shape, size, spec):
         ((4, 0), 1, False),
     ],
 )
-def test_fsdp_leaves_small_arrays_whole(shape, minimum, sharded):
+def test_fsdp_replicates_small_arrays(shape, minimum, sharded):
     rule = FSDPShardingRule(fsdp_axis_size=4, min_fsdp_size=minimum)
     assert rule.apply(leaf(*shape)) == (P('fsdp', None) if sharded else P())
 
@@ -126,7 +126,7 @@ def random_shapes(rng, count):
 
 @pytest.mark.parametrize('axis_size', [None, 1, 2, 3, 4, 8])
 @pytest.mark.parametrize('minimum', [0, 64, 1000])
-def test_fsdp_is_that_of_0_2_5(rng, axis_size, minimum):
+def test_fsdp_agrees_with_0_2_5(rng, axis_size, minimum):
     shapes = [s for s in random_shapes(rng, 300) if axis_size or any(n % 2 == 0 for n in s)]
     rule = FSDPShardingRule('fsdp', axis_size, minimum)
     expected = [fsdp_0_2_5(shape, axis_size, minimum) for shape in shapes]
@@ -219,7 +219,7 @@ def tree_path_0_2_5(rules, strict):
 
 
 @pytest.mark.parametrize('strict', [True, False])
-def test_tree_paths_are_those_of_0_2_5(rng, strict):
+def test_tree_paths_agree_with_0_2_5(rng, strict):
     keys = ['kernel', 'bias', 'a.b', 'layers', 'w/x', 'Q']
     for _ in range(30):
         tree = {
@@ -290,7 +290,7 @@ class Counting(ShardingRule):
         lambda rule: TreePathShardingRule(('k1', rule), ('k[23]', P('data')), ('k', rule)),
     ],
 )
-def test_a_rule_is_asked_once_about_all_of_its_leaves(around):
+def test_a_rule_is_called_once_for_all_of_its_leaves(around):
     rule, other = Counting(), Counting()
     tree = {f'k{i}': leaf(8) for i in range(20)}
     specs = around(rule).apply(tree)
@@ -326,7 +326,7 @@ def test_a_users_rule_serves_alone_nested_and_with_none_nodes():
         assert {k: s.shard_shape(np.shape(tree[k])) for k, s in shardings.items()} == expected
 
 
-def test_a_nested_users_rule_sees_the_whole_tree_but_decides_about_its_part():
+def test_a_nested_users_rule_sees_the_entire_tree():
     class Spy(ShardingRule):
         def apply(self, pytree):
             seen.append(sorted(pytree))

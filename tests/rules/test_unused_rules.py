@@ -123,7 +123,7 @@ ALONG_TP = MeshShardingHelper([1, 8], ['fsdp', 'tp'])
     ],
     ids=lambda value: None,
 )
-def test_nothing_is_said_where_that_is_right(rules, tree, helper):
+def test_no_warnings_for_correct_rules(rules, tree, helper):
     assert in_shard(rules, tree, helper) == in_sjit((rules,), tree, helper=helper) == []
 
 
@@ -193,7 +193,7 @@ def test_a_table_may_be_for_more_than_one_tree(tree):
     assert in_shard(rule, tree) == in_sjit((rule,), tree) == []
 
 
-def test_a_regex_with_a_value_of_its_own_silences():
+def test_a_regex_that_replicates_silences_the_warning():
     pairs = ('atention', P('fsdp')), ('mlp', P('tp'))
     assert len(in_shard(by_path(*pairs))) == 1
     assert in_shard(by_path(*pairs, ('attention', P()))) == []

@@ -15,7 +15,7 @@ from tests.support.visualize_cases import HELPER, leaf, text
 
 
 @pytest.mark.parametrize('kind', [AxisType.Auto, AxisType.Explicit])
-def test_arrays_are_shown_as_they_lie(kind):
+def test_arrays_are_shown_with_their_shardings(kind):
     mesh = jax.make_mesh((4, 2), ('fsdp', 'tp'), axis_types=(kind,) * 2)
     array = jax.device_put(np.zeros((8, 16), np.float32), NamedSharding(mesh, P(None, 'tp')))
     expected = text(leaf((8, 16), P(None, 'tp')))
@@ -42,7 +42,7 @@ def test_prng_keys():
     assert '│ 0,1 │ 2,3 │ 4,5 │ 6,7 │' in text(keys)
 
 
-def test_values_inside_a_function_are_shown_as_the_compiler_says():
+def test_values_inside_a_function_are_shown_by_the_compiler():
     drawn = []
 
     def look(sharding):
@@ -100,6 +100,6 @@ def test_several_devices_without_a_spec():
         visualize(array)
 
 
-def test_traced_values_whose_type_does_not_say(snapshot):
+def test_traced_values_without_explicit_types(snapshot):
     with snapshot.raises(ShardingError):
         jax.jit(visualize)(HELPER.shard(np.zeros((8, 4), np.float32), P('fsdp')))

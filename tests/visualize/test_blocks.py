@@ -62,7 +62,7 @@ def expected(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[tuple[tupl
 @pytest.mark.medium
 @hypothesis.given(shardings())
 @examples(500)
-def test_blocks_are_those_of_jax(case: tuple[NamedSharding, tuple[int, ...]]) -> None:
+def test_blocks_agree_with_jax(case: tuple[NamedSharding, tuple[int, ...]]) -> None:
     sharding, shape = case
     blocks = blocks_of(sharding, shape)
     assert by_range(blocks) == expected(sharding, shape)
@@ -96,7 +96,7 @@ def test_everything_can_be_drawn(case: tuple[NamedSharding, tuple[int, ...]], wi
 
 
 @pytest.mark.parametrize('size', range(10))
-def test_blocks_that_do_not_divide_are_cut_as_arrays_are_padded(size: int) -> None:
+def test_blocks_that_do_not_divide_follow_the_padding(size: int) -> None:
     mesh = AbstractMesh((4,), ('a',))
     (dimension,) = blocks_of(NamedSharding(mesh, PartitionSpec('a')), (size,)).dimensions
     padded = np.arange(-(-size // 4) * 4).reshape(4, -1)

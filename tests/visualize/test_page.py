@@ -62,7 +62,7 @@ def test_replicas(tmp_path):
     assert cells_of(CASES['replicated'], tmp_path) == {'[0:8, 0:16] on 8 devices': ('#ddd', '0..7')}
 
 
-def test_a_device_has_one_colour_however_an_array_is_cut(tmp_path):
+def test_a_device_has_one_colour_for_all_shardings(tmp_path):
     rows, columns = (
         {text: color for color, text in cells_of(leaf((8, 8), spec), tmp_path).values()}
         for spec in (P('fsdp', 'tp'), P('tp', 'fsdp'))

@@ -14,7 +14,7 @@ from tests.support.visualize_cases import HELPER, NUMBERS, POD, leaf, text
 # --- One array ------------------------------------------------------------------------------------
 
 
-def test_grid_with_what_its_numbers_are(snapshot):
+def test_grid_with_the_meaning_of_its_numbers(snapshot):
     snapshot(visualize(leaf((8, 16), P('fsdp', 'tp'))))
 
 
@@ -58,7 +58,7 @@ def test_dimension_that_does_not_divide_and_memory_elsewhere(snapshot):
     snapshot(text(leaf((5,), P('fsdp'), memory_kind='pinned_host')))
 
 
-def test_unreduced_blocks_are_no_copies():
+def test_unreduced_blocks_are_not_copies():
     mesh = jax.make_mesh((4, 2), ('fsdp', 'tp'), axis_types=(AxisType.Explicit,) * 2)
     drawn = text(leaf((8,), P('fsdp', unreduced={'tp'}), mesh), width=100).splitlines()
     assert drawn[-4:] == [
@@ -72,7 +72,7 @@ def test_unreduced_blocks_are_no_copies():
 # --- Large meshes ---------------------------------------------------------------------------------
 
 
-def test_what_does_not_fit_is_counted():
+def test_parts_that_do_not_fit_are_counted():
     drawn = visualize(leaf((8192, 8192), P('data', ('fsdp', 'tp')), POD)).to_text(80).splitlines()
     assert max(map(len, drawn)) == 76
     assert drawn[3] == '              0:128      128:256     256:384     60 more    8064:8192'
@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_counted():
     assert drawn[-5] == '8064:8192 │    4032   │    4033   │    4034   │    ...    │    4095   │'
 
 
-def test_a_long_strip_stands_upright():
+def test_a_long_dimension_is_along_the_rows():
     drawn = visualize(leaf((8192,), P('data'), POD)).to_text(80).splitlines()
     assert drawn[:4] == [
         'float32[8192]',
@@ -95,7 +95,7 @@ def test_a_long_strip_stands_upright():
     assert drawn[27] == '8064:8192 │ 4032..4095 │'
 
 
-def test_of_many_replicas_the_first_and_the_last_are_written():
+def test_many_replicas_are_abbreviated():
     mesh = AbstractMesh((8, 8, 8), ('data', 'fsdp', 'tp'))
     drawn = visualize(leaf((64, 64), P('fsdp', 'tp'), mesh)).to_text(200)
     assert '│  0,64,...,448 (8)  │  1,65,...,449 (8)  │' in drawn
@@ -116,7 +116,7 @@ def test_no_line_is_wider_than_the_terminal(width, monkeypatch):
     assert max(map(len, str(visualize(tree)).splitlines())) <= width
 
 
-def test_blocks_whose_ranges_leave_no_room_stand_in_rows():
+def test_blocks_with_long_ranges_are_along_the_rows():
     mesh = AbstractMesh((2, 4), ('x', 'y'))
     drawn = visualize(leaf((8 * 10**12, 4 * 10**12), P('x', 'y'), mesh)).to_text(60).splitlines()
     assert drawn[3:5] == [
@@ -129,7 +129,7 @@ def test_blocks_whose_ranges_leave_no_room_stand_in_rows():
 # --- Trees ----------------------------------------------------------------------------------------
 
 
-def test_tree_has_a_picture_for_each_way_of_lying(snapshot):
+def test_tree_has_a_picture_for_each_sharding(snapshot):
     layer = {'up': np.zeros((8, 16), np.float32), 'gate': np.zeros((8, 16), np.float32), 'norm': np.zeros(4)}
     params = {'layers': [layer] * 3, 'head': np.zeros((8, 16), np.float16)}
     # P('fsdp', 'tp') and P('fsdp', ('tp',)) are equivalent.
@@ -144,13 +144,13 @@ def test_layers_of_flax_linen_share_a_name():
     assert picture.paths[:3] == ('params/layers_0/v', 'params/layers_1/v', 'params/layers_2/v')
 
 
-def test_pictures_hold_what_is_drawn():
+def test_fields_of_pictures():
     (picture,) = visualize({'w': leaf((8,), P('tp')), 'v': leaf((8,), P('tp'))}).pictures
     assert picture.paths == ('v', 'w')
     assert picture.blocks.holders == {(0,): (0, 2, 4, 6), (1,): (1, 3, 5, 7)}
 
 
-def test_meshes_of_several_kinds_say_what_their_numbers_are():
+def test_each_mesh_explains_its_numbers():
     other = AbstractMesh((2,), ('x',))
     drawn = visualize([leaf((8,), P('tp')), leaf((8,), P('x'), other)]).to_text(120)
     assert [line for line in drawn.splitlines() if line.startswith('Numbers')] == [
