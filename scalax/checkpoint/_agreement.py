@@ -1,7 +1,7 @@
-"""Agreement of processes on what to save or restore: they all do the same, or none does anything.
+"""Agreement of processes on what to save or restore: all do the same, or none does anything.
 
-Each process reads its own part of a step, so all have to see the same steps, and none that is damaged. Orbax
-alone waits where a process does something else, until the time is up or the job is ended.
+Each process reads its part of a step, so all of them have to see the same undamaged steps. Without agreement,
+Orbax waits for a process that does something else until a timeout, or until the job is ended.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from scalax._jax.orbax import wait_for_processes
 from scalax.errors import CheckpointError
 
 _ADVICE = {
-    'save': 'What to do: save the same step of the same tree on every process; pass what differs between '
-    'processes as data=.',
+    'save': 'What to do: save the same step of the same tree on every process; pass state that differs '
+    'between processes as data=.',
     'restore': 'What to do: restore the same tree and the same step on every process; without step it is '
-    'the latest that all of them see.',
+    'the latest step that all of them see.',
 }
 
 
 def barrier(name: str, timeout: float, mesh: Mesh | None = None) -> None:
-    """Waits for all processes, or those of a mesh; uses no device.
+    """Waits for all processes, or for the processes of a mesh, without using devices.
 
     Args:
         name: the name of this barrier, the same on every process.
-        timeout: how many seconds to wait.
-        mesh: whose processes; all by default.
+        timeout: the maximum seconds to wait.
+        mesh: the mesh of the processes; all processes by default.
 
     Raises:
-        CheckpointError: some did not come.
+        CheckpointError: some processes did not reach the barrier.
     """
     indices = set(
         range(jax.process_count()) if mesh is None else process_collectives.processes_of(mesh).indices
     )
     if len(indices) == 1 or not jax.distributed.is_initialized():
         return
-    some = None if len(indices) == jax.process_count() else indices
+    subset = None if len(indices) == jax.process_count() else indices
     try:
-        wait_for_processes(f'scalax.checkpoint {name}', some, timeout)
+        wait_for_processes(f'scalax.checkpoint {name}', subset, timeout)
     except Exception as error:
         raise CheckpointError(
             f'some processes did not make this call within {timeout:.0f} seconds; all processes have to make '
@@ -56,34 +56,34 @@ def barrier(name: str, timeout: float, mesh: Mesh | None = None) -> None:
 
 
 def agree(
-    what: Literal['save', 'restore'],
+    function: Literal['save', 'restore'],
     mesh: Mesh,
-    call: str,
+    options: str,
     leaves: Iterable[tuple[str, str]],
     error: BaseException | None,
 ) -> None:
-    """Returns if all processes ask for the same; raises on every process if not.
+    """Returns if all processes make the same call; otherwise raises on every process.
 
     Args:
-        what: the name of the call.
-        mesh: whose processes have to agree.
-        call: the arguments, as text.
-        leaves: by path, what has to be the same about each leaf.
-        error: why this process cannot go on; raised here, and told to the others.
+        function: the function that was called.
+        mesh: the mesh whose processes have to agree.
+        options: the options of the call, as text.
+        leaves: (leaf path, text that must be the same on every process) for each leaf.
+        error: why this process cannot take part. It is raised here, and reported to the other processes.
 
     Raises:
-        CheckpointError: names the processes and leaves that differ.
+        CheckpointError: lists the processes and leaves that differ.
     """
-    agreement.agree(mesh, what, call, leaves, _ADVICE[what], error, kind=CheckpointError)
+    agreement.agree(mesh, function, options, leaves, _ADVICE[function], error, kind=CheckpointError)
 
 
-def name_of_first(mesh: Mesh, name: str) -> str:
-    """The name that process 0 has for a save; each process gives its own."""
+def save_name_of_process_0(mesh: Mesh, name: str) -> str:
+    """Returns the name of a save on process 0; each process passes its own."""
     return str(process_collectives.gather_json(mesh, name)[0])
 
 
 def saved_texts(tree: NamedTree | None) -> Iterator[tuple[str, str]]:
-    """What has to be the same on every process; for arrays on the host this includes the values."""
+    """Yields (leaf path, text that must be the same on every process), with the values of host arrays."""
     for path, leaf in zip(tree.paths, tree.leaves, strict=True) if tree else ():
         text = agreement.placed_text(leaf)
         if not hasattr(leaf, 'dtype'):
@@ -95,39 +95,40 @@ def saved_texts(tree: NamedTree | None) -> Iterator[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def all_or_none(mesh: Mesh, call: str) -> Iterator[None]:
-    """A part of a restore that has to succeed on every process of the mesh; errors are told to the others.
+def all_or_none(mesh: Mesh, options: str) -> Iterator[None]:
+    """Makes all processes of a mesh raise if a part of a restore fails on one of them.
 
     Raises:
-        CheckpointError: it failed on another process; on this one, its own error is raised.
+        CheckpointError: it failed on another process. If it failed on this process, its error is raised.
     """
     error: Exception | None = None
     try:
         yield
     except Exception as fault:  # noqa: BLE001 - raised once all processes know
         error = fault
-    agree('restore', mesh, call, (), error)
+    agree('restore', mesh, options, (), error)
 
 
 def common_steps(mesh: Mesh, steps: Sequence[int]) -> list[int]:
-    """The steps that every process sees."""
+    """Returns the steps that every process sees."""
     return sorted(set.intersection(*map(set, process_collectives.gather_json(mesh, steps))))
 
 
-def common_damage(mesh: Mesh, look: Callable[[tuple[int, int]], list[str]]) -> list[str]:
-    """What is wrong with the files of a step. Each process looks at some of them, and learns about all.
+def common_damage(mesh: Mesh, find_damage: Callable[[tuple[int, int]], list[str]]) -> list[str]:
+    """Returns the damage of the files of a step. Each process checks a share of them, and gets all results.
 
     Args:
         mesh: the mesh of the arrays.
-        look: finds what is wrong, given the number of this process and how many there are.
+        find_damage: checks a share of the files, given the position of this process and the number of
+            processes.
 
     Raises:
-        CheckpointError: a process cannot look.
+        CheckpointError: a process cannot check its share.
     """
     processes = process_collectives.processes_of(mesh)
     with all_or_none(mesh, 'the files of a step'):
         try:
-            wrong = look((processes.position, len(processes.indices)))
+            damage = find_damage((processes.position, len(processes.indices)))
         except OSError as error:
-            wrong = [f'it cannot be read: {error}']
-    return list(dict.fromkeys(itertools.chain(*process_collectives.gather_json(mesh, wrong[:10]))))
+            damage = [f'it cannot be read: {error}']
+    return list(dict.fromkeys(itertools.chain(*process_collectives.gather_json(mesh, damage[:10]))))

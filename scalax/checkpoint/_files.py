@@ -1,7 +1,7 @@
-"""Orbax, imported where it is used; paths as it takes them, also in object stores; and durable writes.
+"""Paths as Orbax takes them, also in object stores; durable writes; and the lazy import of Orbax.
 
-Orbax syncs the files of the arrays, and neither folders nor JSON, so that a step may be gone after a power
-failure though it was complete.
+Orbax syncs the files of arrays to the disk, but neither folders nor JSON files. So without these functions a
+complete step may be lost in a power failure.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from scalax._core.util import strict_json
 from scalax._jax.orbax import Path
 from scalax.errors import ArgumentError, MissingDependencyError
 
-_LARGEST = 1_000_000_000  # bytes of a JSON file: a manifest names all files of a step
+_MAX_JSON = 1_000_000_000  # bytes: a manifest lists all files of a step
 
 
 def orbax() -> Any:
-    """The module ``orbax.checkpoint``, imported where it is used.
+    """Imports ``orbax.checkpoint`` and returns it.
 
     Raises:
         MissingDependencyError: it is not installed.
@@ -26,14 +26,14 @@ def orbax() -> Any:
     try:
         import orbax.checkpoint
     except ModuleNotFoundError as error:
-        if error.name not in ('orbax', 'orbax.checkpoint'):  # of what Orbax needs itself
+        if error.name not in ('orbax', 'orbax.checkpoint'):  # a dependency of Orbax is missing
             raise
         raise MissingDependencyError('checkpoints need Orbax: pip install orbax-checkpoint') from error
     return orbax.checkpoint
 
 
 def as_path(directory: str | os.PathLike[str]) -> Path:
-    """A directory as Orbax takes it.
+    """Returns a directory as a path of Orbax.
 
     Raises:
         ArgumentError: it is not a path.
@@ -47,14 +47,14 @@ def as_path(directory: str | os.PathLike[str]) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file, which may be damaged or hostile; see `strict_json`.
+    """Returns the value of a JSON file, which may be damaged or hostile; see `strict_json`.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not a regular file, or not valid; says why.
+        ValueError: it is not a regular file, or not valid JSON.
     """
-    # Object stores have regular files only.
-    text = path.read_bytes() if '://' in str(path) else strict_json.read(path, _LARGEST)
+    # Object stores have only regular files.
+    text = path.read_bytes() if '://' in str(path) else strict_json.read(path, _MAX_JSON)
     return strict_json.parse(text)
 
 
@@ -74,7 +74,7 @@ def sync(path: Path) -> None:
 
 
 def sync_folders(root: Path) -> None:
-    """Syncs a folder and all folders below it, which hold the names of the files."""
+    """Syncs a folder and all folders below it, which contain the names of the files."""
     if '://' in str(root):
         return
     for folder, _, _ in os.walk(root):

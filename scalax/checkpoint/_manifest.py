@@ -1,9 +1,9 @@
-"""The manifest of a step: all its files with their sizes and checksums, written after all else.
+"""Manifest of a step: its files with their sizes and checksums, written after all other files.
 
-Orbax has no such list: it restores other numbers where a byte has changed, and finds a file that is missing
-or truncated only when it reads it. Each process measures the files that it wrote, in the background. A
-checksum covers the bytes on the disk, so it is the same on every mesh. It is a CRC-32, which finds every
-flipped byte and is no protection against an adversary.
+Orbax has no such list. It restores wrong values if a byte has changed, and detects a missing or truncated
+file only when it reads that file. Each process measures the files that it wrote, in the background. A checksum
+covers the bytes on the disk, so it is the same on every mesh. It is a CRC-32, which detects every changed
+byte, but does not protect against an adversary.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class File(NamedTuple):
 
 
 def file_names(root: Path, folder: str = '') -> Iterator[str]:
-    """The paths, relative to *root*, of all files in a folder below it, in a fixed order.
+    """Yields the paths, relative to *root*, of all files in a folder below it, in a fixed order.
 
-    There are none if the folder does not exist: a process without arrays to write does not make one.
+    The folder may not exist: a process without arrays to write does not create one.
     """
     top = root / folder if folder else root
     for path in sorted(top.iterdir()) if top.exists() else ():
@@ -46,15 +46,15 @@ def file_names(root: Path, folder: str = '') -> Iterator[str]:
 
 
 def measure(root: Path, names: Iterable[str], checksums: bool) -> dict[str, File]:
-    """Syncs the files called *names* below *root* to the disk and measures them."""
+    """Syncs files below *root* to the disk, and returns their sizes and checksums by name."""
 
-    def measured(name: str) -> File:
+    def measure_file(name: str) -> File:
         sync(root / name)
         return File((root / name).stat().length, _crc32(root / name) if checksums else None)
 
     names = list(names)
     with ThreadPoolExecutor(_THREADS) as pool:
-        return dict(zip(names, pool.map(measured, names), strict=True))
+        return dict(zip(names, pool.map(measure_file, names), strict=True))
 
 
 def write_manifest(path: Path, files: Mapping[str, File]) -> None:
@@ -64,11 +64,11 @@ def write_manifest(path: Path, files: Mapping[str, File]) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, File]:
-    """Reads what `write_manifest` wrote.
+    """Reads a manifest.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not a list of files, or names one outside its folder.
+        ValueError: it is not a manifest, or lists a file outside of its folder.
     """
     try:
         files = {name: File(*entry) for name, entry in read_json(path).items()}
@@ -83,27 +83,28 @@ def read_manifest(path: Path) -> dict[str, File]:
 
 
 def differences(root: Path, files: Mapping[str, File], checksums: bool) -> list[str]:
-    """How the files below *root* differ from their manifest; empty if they do not.
+    """Returns the differences between the files below *root* and their manifest; empty if there are none.
 
     Args:
-        root: their folder.
+        root: the folder of the files.
         files: the manifest.
-        checksums: whether to read all files and compare checksums. Sizes are always compared.
+        checksums: whether to read all files and compare their checksums, besides their sizes.
     """
 
     def difference(name: str) -> str:
         try:
-            size, written = (root / name).stat().length, files[name]
-            if size != written.size:
-                return f'{name} has {size} bytes, but {written.size} were written'
+            size, expected = (root / name).stat().length, files[name]
+            if size != expected.size:
+                return f'{name} has {size} bytes, but {expected.size} were written'
             if checksums and not _is_regular(root / name):
                 return f'{name} is not a regular file'
-            crc32 = _crc32(root / name) if checksums else written.crc32
+            crc32 = _crc32(root / name) if checksums else expected.crc32
         except OSError as error:
             return f'{name} cannot be read: {error.strerror or error}'
-        if crc32 != written.crc32:
+        if crc32 != expected.crc32:
             return (
-                f'{name} has changed since it was written: its CRC-32 is {crc32:08x}, not {written.crc32:08x}'
+                f'{name} has changed since it was written: its CRC-32 is {crc32:08x}, not '
+                f'{expected.crc32:08x}'
             )
         return ''
 
@@ -112,7 +113,7 @@ def differences(root: Path, files: Mapping[str, File], checksums: bool) -> list[
 
 
 def _is_regular(path: Path) -> bool:
-    """Whether a file is neither a pipe nor a device, which have no end; object stores have none of these."""
+    """Returns whether a path is a regular file, which unlike a pipe or a device has an end."""
     return '://' in str(path) or stat.S_ISREG(os.stat(path).st_mode)
 
 

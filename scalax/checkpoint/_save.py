@@ -1,12 +1,12 @@
-"""One save: the arrays are copied to the host, and a thread writes them and commits the step.
+"""Thread of one save: it copies the arrays to the host, writes them in the background, and commits the step.
 
-Orbax writes the leaves by their paths. (In a tree it has one name for ``a.b`` and ``a/b``, and does not
-restore a node whose children have indices beside names.) Beside them there is a folder ``scalax``:
-``data.I-of-N`` is the data state of a process, and ``files.json`` lists all files with their sizes and
-checksums. It is written after all else, before the step is committed.
+Orbax writes the leaves by their paths. (If it wrote a tree, it would use one name for ``a.b`` and ``a/b``,
+and could not restore a node whose children have both indices and names.) A folder ``scalax`` beside them has
+the data state of each process, ``data.I-of-N``, and the manifest ``files.json``, which is written after all
+other files and before the step is committed.
 
-A process that cannot write its part still comes to the barriers: all processes learn of it at once, and none
-waits for one that has given up. Orbax's `AsyncCheckpointer` lets the others wait for it until the time is up.
+A process that cannot write its part still reaches the barriers, so that all processes learn of it at once.
+With Orbax's `AsyncCheckpointer` the others would wait for it until the timeout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from scalax.checkpoint._atomic_commit import StepDirectory
 from scalax.checkpoint._saved_step import FOLDER, ITEM, MANIFEST, data_file
 from scalax.errors import CheckpointError
 
-_LOOK_S = 5.0  # seconds between two looks at whether the others go on
+_POLL_SECONDS = 5.0  # between two checks whether another process has failed
 _log = logging.getLogger('scalax.checkpoint')
 
 
@@ -37,9 +37,9 @@ class SaveThread(threading.Thread):
     """The thread of one save.
 
     Attributes:
-        step: its number.
-        save: its name.
-        error: why the save failed, once the thread has ended.
+        step: the step that it saves.
+        save: the name of the save.
+        error: why the save failed, after the thread has ended.
     """
 
     error: BaseException | None = None
@@ -65,14 +65,14 @@ class SaveThread(threading.Thread):
         self._futures: Sequence[Any] = ()
 
     def copy(self, state: Any) -> None:
-        """Copies the arrays to the host and starts the thread, even if that fails: the others wait for it."""
+        """Copies the arrays to the host and starts the thread, even after an error, as other processes wait."""
         try:
             if not self._steps.is_prepared(self.step, self.save):
                 raise FileNotFoundError(
                     f'process {self._process} does not see {self._root.parent}, which process 0 created: all '
                     'processes have to see the same files'
                 )
-            # In a thread, because the caller may run in an event loop itself, as in notebooks.
+            # In a thread, because the caller may already run in an event loop, as in notebooks.
             self._futures = run_in_thread('scalax-copy', lambda: self._copy(state)) or ()
         except BaseException as error:
             self.error = error
@@ -81,7 +81,7 @@ class SaveThread(threading.Thread):
             self.start()
 
     def _copy(self, state: Any) -> Sequence[Any] | None:
-        loop = asyncio.new_event_loop()  # `asyncio.run` would wait for what is written in the background
+        loop = asyncio.new_event_loop()  # `asyncio.run` would wait for the writes in the background
         try:
             arguments = ocp.args.StandardSave(state)
             return loop.run_until_complete(self._handler.async_save(self._root, args=arguments))
@@ -89,13 +89,13 @@ class SaveThread(threading.Thread):
             loop.close()
 
     def run(self) -> None:
-        """Writes the part of this process, waits for the others, and commits."""
+        """Writes the files of this process, waits for the other processes, and commits the step."""
         try:
             self._write()
-            self._meet('written')
+            self._barrier('written')
             if self._process == 0:
                 self._commit()
-            self._meet('committed')
+            self._barrier('committed')
             if self.error is None:
                 self._finish()
         except BaseException as error:  # noqa: BLE001 - raised by the next call of the checkpointer
@@ -103,51 +103,52 @@ class SaveThread(threading.Thread):
         finally:
             self._handler.close()
 
-    def _meet(self, where: str) -> None:
+    def _barrier(self, stage: str) -> None:
         """Waits for the other processes."""
-        _agreement.barrier(f'{self.save} {where}', max(self._end - time.monotonic(), 1))
+        _agreement.barrier(f'{self.save} {stage}', max(self._end - time.monotonic(), 1))
 
     def _write(self) -> None:
         try:
             if self.error is None:
                 for future in self._futures:
                     self._await(future)
-                self._write_own()
-        except BaseException as error:  # noqa: BLE001 - told to the other processes
+                self._write_local()
+        except BaseException as error:  # noqa: BLE001 - reported to the other processes
             self.error = error
         if self.error is not None:
             with contextlib.suppress(OSError):
-                self._part('failed', self._process).write_text(_text(self.error))
+                self._process_file('failed', self._process).write_text(_text(self.error))
 
     def _await(self, future: Any) -> None:
-        """Waits for what Orbax writes; where Orbax waits for a process that has failed, not until the end."""
+        """Waits for a write of Orbax, but no longer if another process has failed."""
         while True:
-            until = min(time.monotonic() + _LOOK_S, self._end)
+            deadline = min(time.monotonic() + _POLL_SECONDS, self._end)
             try:
-                future.result(timeout=max(until - time.monotonic(), 0))
+                future.result(timeout=max(deadline - time.monotonic(), 0))
                 return
             except TimeoutError:
-                if time.monotonic() < until or until == self._end:  # of Orbax itself, or of this save
+                # Raised by Orbax itself, or by the timeout of this save.
+                if time.monotonic() < deadline or deadline == self._end:
                     raise
             if not self._steps.is_prepared(self.step, self.save):
                 raise FileNotFoundError(f'{self._root.parent} is gone: another writer has deleted it')
             if failed := sorted((self._root / FOLDER).glob('failed.*')):
-                number = failed[0].suffix[1:]
+                process = failed[0].suffix[1:]
                 raise CheckpointError(
-                    f'step {self.step} could not be saved: see the error on process {number}'
+                    f'step {self.step} could not be saved: see the error on process {process}'
                 )
 
-    def _write_own(self) -> None:
-        """Writes the files of this process, once its arrays are on the disk."""
-        own = [*_manifest.file_names(self._root, orbax.folder_of_process(self._process))]
+    def _write_local(self) -> None:
+        """Writes the data state and the manifest of this process, after its arrays are on the disk."""
+        names = [*_manifest.file_names(self._root, orbax.folder_of_process(self._process))]
         if self._data is not None:
             (self._root / data_file()).write_bytes(self._data)
-            own.append(data_file())
-        measured = _manifest.measure(self._root, own, self._checksums)
-        _manifest.write_manifest(self._part('files', self._process), measured)
+            names.append(data_file())
+        files = _manifest.measure(self._root, names, self._checksums)
+        _manifest.write_manifest(self._process_file('files', self._process), files)
 
     def _commit(self) -> None:
-        """Commits the step; done by process 0 when all have written."""
+        """Commits the step; process 0 does this after all processes have written their files."""
         try:
             if self.error is not None:
                 raise self.error
@@ -160,15 +161,16 @@ class SaveThread(threading.Thread):
     def _finalize(self) -> None:
         files: dict[str, _manifest.File] = {}
         for process in range(jax.process_count()):
-            part, failed = self._part('files', process), self._part('failed', process)
-            if failed.exists() or not part.exists():
-                why = failed.read_text() if failed.exists() else 'they are missing'
-                raise CheckpointError(f'process {process} could not write its files: {why}')
-            files |= _manifest.read_manifest(part)
-            part.unlink()
+            manifest = self._process_file('files', process)
+            failed = self._process_file('failed', process)
+            if failed.exists() or not manifest.exists():
+                reason = failed.read_text() if failed.exists() else 'they are missing'
+                raise CheckpointError(f'process {process} could not write its files: {reason}')
+            files |= _manifest.read_manifest(manifest)
+            manifest.unlink()
         self._handler.finalize(self._root)
-        rest = [name for name in _manifest.file_names(self._root) if name not in files]
-        files |= _manifest.measure(self._root, rest, self._checksums)
+        other_names = [name for name in _manifest.file_names(self._root) if name not in files]
+        files |= _manifest.measure(self._root, other_names, self._checksums)
         _manifest.write_manifest(self._root / MANIFEST, files)
         _files.sync_folders(self._root.parent)
 
@@ -181,9 +183,9 @@ class SaveThread(threading.Thread):
         elif not self._steps.is_committed(self.step, self.save):
             raise CheckpointError(f'step {self.step} could not be saved: see the error on process 0')
 
-    def _part(self, what: str, process: int) -> orbax.Path:
-        """A file that each process writes for itself."""
-        return self._root / FOLDER / f'{what}.{process}'
+    def _process_file(self, kind: str, process: int) -> orbax.Path:
+        """Returns the path of a file that each process writes: 'files' (its manifest) or 'failed'."""
+        return self._root / FOLDER / f'{kind}.{process}'
 
 
 def _text(error: BaseException) -> str:

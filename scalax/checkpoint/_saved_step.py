@@ -1,4 +1,4 @@
-"""One saved step on the disk: its leaves, its arrays, its data state, and what is damaged."""
+"""Saved step on the disk: its leaves, arrays and data state, and its damage."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from scalax.checkpoint._files import orbax
 from scalax.errors import CheckpointError
 
 ITEM = 'state'
-FOLDER = 'scalax'  # holds what scalax writes beside the arrays
+FOLDER = 'scalax'  # for the files that scalax writes beside the arrays
 MANIFEST = f'{FOLDER}/files.json'
-_ITEM_OF_MANAGER = 'default'  # what Orbax's CheckpointManager calls the only item of a step
+_ITEM_OF_MANAGER = 'default'  # the name of the only item of a step in Orbax's CheckpointManager
 _BYTES, _JSON = b'B', b'J'  # the first byte of a data state
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedStep:
-    """One step on the disk.
+    """A saved step.
 
     Attributes:
         directory: the directory of all steps.
-        step: its number.
+        step: the step.
     """
 
     directory: Path
@@ -49,24 +49,24 @@ class SavedStep:
 
     @property
     def where(self) -> str:
-        """The step, as messages call it."""
+        """The name of the step in messages."""
         return f'the checkpoint of step {self.step} in {self.directory}'
 
     def damage(self, checksums: bool, share: tuple[int, int] = (0, 1)) -> list[str]:
-        """What is wrong with its files, as far as one of several processes looks at them.
+        """Returns the damage of its files.
 
         Args:
-            checksums: read all files, and compare their checksums.
-            share: the number of this process, and how many there are: each of n takes every nth file.
+            checksums: whether to read the files, and compare their checksums.
+            share: the position of this process and the number of processes n: each checks every nth file.
 
         Raises:
-            CheckpointError: there are no checksums to compare.
+            CheckpointError: the step was saved without checksums.
         """
         if not self.root.is_dir():
             return [f'{self.root.name} is missing']
         try:
-            is_own = (self.root / FOLDER).exists()  # or Orbax has saved it without scalax
-            files = _manifest.read_manifest(self.root / MANIFEST) if is_own else {}
+            has_manifest = (self.root / FOLDER).exists()  # otherwise Orbax saved the step without scalax
+            files = _manifest.read_manifest(self.root / MANIFEST) if has_manifest else {}
         except (OSError, ValueError) as error:
             return [f'{MANIFEST} cannot be read: {error}']
         if checksums and (not files or any(file.crc32 is None for file in files.values())):
@@ -81,7 +81,8 @@ class SavedStep:
         try:
             self.leaves  # noqa: B018 - a step without a manifest may be an empty folder
         except CheckpointError as error:
-            # Only files that are gone: the next save deletes damaged steps, and another Orbax may read this.
+            # Only missing files are damage: the next save deletes damaged steps, and another version of Orbax
+            # may be able to read this one.
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
             return [visible(str(error.__cause__))]
@@ -89,76 +90,78 @@ class SavedStep:
 
     @functools.cached_property
     def leaves(self) -> dict[str, Any]:
-        """By leaf path, a struct or the type of a Python number; of typed keys the data.
+        """Leaf path -> a struct (of the data, for typed keys), or the type of a Python number.
 
         Raises:
-            CheckpointError: they cannot be read.
+            CheckpointError: the leaves cannot be read.
         """
         tree = self._orbax_tree
         with self._reading():
             flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_metadata)
-            return {path_string(path): _leaf(said) for path, said in flat if _is_metadata(said)}
+            return {
+                path_string(path): _leaf_of(metadata) for path, metadata in flat if _is_metadata(metadata)
+            }
 
     def arrays(self, targets: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads leaves, each straight into its sharding.
+        """Reads leaves, each into its sharding.
 
         Args:
-            targets: by path, structs with shardings, or the types of Python numbers.
+            targets: leaf path -> a struct with a sharding, or the type of a Python number.
 
         Raises:
-            CheckpointError: they cannot be read, or a typed key is of another kind.
+            CheckpointError: the leaves cannot be read, or a typed key has another implementation.
         """
         ocp = orbax()
 
-        def target(path: Any, leaf: Any) -> Any:
+        def orbax_target(path: Any, _: Any) -> Any:
             name = path_string(path)
             if name not in targets:
                 return ocp.PLACEHOLDER
-            saved, wanted = self.leaves[name], targets[name]
-            # A Python number is read as it is: Orbax would make an array of its last bits.
-            kind = saved if isinstance(saved, type) else wanted
-            return kind() if isinstance(kind, type) else kind
+            saved = self.leaves[name]
+            # Python numbers are read unchanged: Orbax would make an array of their last bits.
+            target = saved if isinstance(saved, type) else targets[name]
+            return target() if isinstance(target, type) else target
 
-        item = jax.tree_util.tree_map_with_path(target, self._orbax_tree, is_leaf=_is_metadata)
+        item = jax.tree_util.tree_map_with_path(orbax_target, self._orbax_tree, is_leaf=_is_metadata)
         arguments = ocp.args.PyTreeRestore(
             item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item)
         )
-        # Not one of Orbax's checkpointers: they wait for other processes, which may have failed.
+        # Orbax's checkpointers are not used, because they wait for other processes, which may have failed.
         with self._reading(), contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
             tree = handler.restore(self.root, args=arguments)
         flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-        found = {name: leaf for path, leaf in flat if (name := path_string(path)) in targets}
-        found |= {
-            name: self._converted(name, found[name], wanted)
-            for name, wanted in targets.items()
+        leaves = {name: leaf for path, leaf in flat if (name := path_string(path)) in targets}
+        leaves |= {
+            name: self._convert_number(name, leaves[name], target)
+            for name, target in targets.items()
             if isinstance(self.leaves[name], type)
         }
-        for name, wanted in targets.items():
-            if isinstance(wanted, type):
+        for name, target in targets.items():
+            if isinstance(target, type):
                 continue
-            # Orbax restores keys as what they were, whatever is asked for.
-            if found[name].dtype != wanted.dtype:
+            # Orbax restores keys with their saved implementation, whatever was requested.
+            if leaves[name].dtype != target.dtype:
                 raise CheckpointError(
-                    f'{self.where}: {name} has dtype {found[name].dtype}, but {wanted.dtype} was requested'
+                    f'{self.where}: {name} has dtype {leaves[name].dtype}, but {target.dtype} was requested'
                 )
-            if is_weakly_typed(wanted):
-                found[name] = weakly_typed(found[name])
-        return found
+            if is_weakly_typed(target):
+                leaves[name] = weakly_typed(leaves[name])
+        return leaves
 
-    def _converted(self, name: str, number: Any, wanted: Any) -> Any:
-        """A Python number as the array, or as the other kind of number, that is asked for."""
+    def _convert_number(self, name: str, number: Any, target: Any) -> Any:
+        """Converts a Python number to the requested array or type of number."""
         try:
-            if isinstance(wanted, type):
-                return wanted(number)
-            value = np.asarray(number, wanted.dtype)
+            if isinstance(target, type):
+                return target(number)
+            value = np.asarray(number, target.dtype)
         except (OverflowError, ValueError):
-            kind = getattr(wanted, 'dtype', 'int')
+            kind = getattr(target, 'dtype', 'int')
             raise CheckpointError(
                 f'{self.where}: {name} is {number}, which does not fit in {kind}. To restore a Python '
                 f'{type(number).__name__}, give like as a tree that has one there (a function turns Python '
                 'numbers into arrays)'
             ) from None
-        return jax.make_array_from_callback((), wanted.sharding, lambda _: value)
+        return jax.make_array_from_callback((), target.sharding, lambda _: value)
 
     @functools.cached_property
     def _orbax_tree(self) -> Any:
@@ -167,17 +170,18 @@ class SavedStep:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Adds to an error which checkpoint could not be read."""
+        """Adds the name of the step to an error."""
         try:
             yield
         except Exception as error:
             raise CheckpointError(f'{self.where} cannot be read: {type(error).__name__}: {error}') from error
 
     def data(self) -> Any:
-        """The data state that this process saved.
+        """Returns the data state that this process saved.
 
         Raises:
-            CheckpointError: there is none, another number of processes saved the step, or it is damaged.
+            CheckpointError: the step has no data state, or was saved by another number of processes; or the
+                data state is damaged.
         """
         file = self.root / data_file()
         if not file.exists():
@@ -192,12 +196,12 @@ class SavedStep:
 
 
 def data_file() -> str:
-    """The file of the data state of this process."""
+    """Returns the path of the data state of this process."""
     return f'{FOLDER}/data.{jax.process_index()}-of-{jax.process_count()}'
 
 
 def complete_steps(directory: Path) -> list[int]:
-    """The steps that were saved completely, in ascending order."""
+    """Returns the complete steps in ascending order."""
     if not directory.is_dir():
         return []
     steps = [path for path in directory.iterdir() if path.name.isdecimal()]
@@ -205,10 +209,10 @@ def complete_steps(directory: Path) -> list[int]:
 
 
 def find_step(directory: Path, step: int, steps: Sequence[int]) -> SavedStep:
-    """One of the *steps* of a directory.
+    """Returns a step of a directory, which has to be one of *steps*.
 
     Raises:
-        CheckpointError: it is not among them.
+        CheckpointError: it is not one of them.
     """
     if step not in steps:
         has = f'it has {", ".join(map(str, steps[-10:]))}' if steps else 'it has none'
@@ -219,29 +223,29 @@ def find_step(directory: Path, step: int, steps: Sequence[int]) -> SavedStep:
 def latest_undamaged(
     directory: Path, steps: Sequence[int], damage: Callable[[SavedStep], list[str]]
 ) -> tuple[SavedStep | None, dict[int, list[str]]]:
-    """The latest step without damage, and what is wrong with later ones."""
-    passed: dict[int, list[str]] = {}
+    """Returns the latest undamaged step, and step -> damage for later steps."""
+    skipped: dict[int, list[str]] = {}
     for step in sorted(steps, reverse=True):
         saved = SavedStep(directory, step)
-        wrong = damage(saved)
-        if not wrong:
-            return saved, passed
-        passed[step] = wrong
-    return None, passed
+        lines = damage(saved)
+        if not lines:
+            return saved, skipped
+        skipped[step] = lines
+    return None, skipped
 
 
 def encode_data(data: Any) -> bytes:
-    """The state of an iterator that has ``get_state``, or a value, as bytes.
+    """Encodes the state of an iterator that has ``get_state``, or a value, as bytes.
 
     Raises:
-        CheckpointError: it is neither bytes nor JSON.
+        CheckpointError: the state is neither bytes nor JSON.
     """
     state = data.get_state() if hasattr(data, 'get_state') else data
     try:
         if isinstance(state, bytes):
             return _BYTES + state
         text = json.dumps(state)
-        # What a restore would refuse or change, such as two keys with one text, is an error now.
+        # A value that JSON changes, such as a dict with the keys 1 and '1', is an error now.
         if json.dumps(strict_json.parse(text.encode())) != text:
             raise ValueError('it has an integer of more than 100 digits')
         return _JSON + text.encode()
@@ -253,10 +257,10 @@ def encode_data(data: Any) -> bytes:
 
 
 def _decode_data(encoded: bytes) -> Any:
-    """Reverses `encode_data`, as far as JSON keeps what it is given (tuples become lists).
+    """Decodes the result of `encode_data`; JSON turns tuples into lists.
 
     Raises:
-        ValueError: `encode_data` did not write it.
+        ValueError: it is not a result of `encode_data`.
     """
     kind, state = encoded[:1], encoded[1:]
     if kind not in (_BYTES, _JSON):
@@ -268,8 +272,8 @@ def _is_metadata(node: Any) -> bool:
     return hasattr(node, 'shape') and hasattr(node, 'dtype')
 
 
-def _leaf(said: Any) -> Any:
-    """A leaf, from what Orbax says of it."""
-    if isinstance(said, orbax().metadata.ScalarMetadata):
-        return {'b': bool, 'i': int, 'u': int}.get(said.dtype.kind, float)
-    return jax.ShapeDtypeStruct(said.shape, said.dtype)
+def _leaf_of(metadata: Any) -> Any:
+    """Converts the metadata of a leaf to a struct, or to the type of a Python number."""
+    if isinstance(metadata, orbax().metadata.ScalarMetadata):
+        return {'b': bool, 'i': int, 'u': int}.get(metadata.dtype.kind, float)
+    return jax.ShapeDtypeStruct(metadata.shape, metadata.dtype)

@@ -1,4 +1,4 @@
-"""The target of a restore: the leaves of `like`, their shardings, and whether a checkpoint has them."""
+"""Target of a restore: the leaves of *like* with their shardings, and checks against a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,36 +24,37 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a restore asks for.
+    """The tree to restore.
 
     Attributes:
-        wanted: by leaf path, a struct with a sharding, or the type of a Python number.
-        tree: `like`, flattened, with structs in place of what a function would make.
+        leaves: leaf path -> a struct with a sharding, or the type of a Python number; only the leaves to
+            restore.
+        tree: the flattened tree *like*. If *like* is a function, its leaves are structs.
     """
 
-    wanted: dict[str, Any]
+    leaves: dict[str, Any]
     tree: NamedTree
 
-    def texts(self) -> Iterator[tuple[str, str]]:
-        """By path, what has to be the same on every process."""
-        return ((path, placed_text(leaf)) for path, leaf in self.wanted.items())
+    def agreement_texts(self) -> Iterator[tuple[str, str]]:
+        """Returns (leaf path, text that must be the same on every process) for each leaf."""
+        return ((path, placed_text(leaf)) for path, leaf in self.leaves.items())
 
     def fill(self, values: Mapping[str, Any]) -> Any:
-        """`like` with restored values, by path, in place of the leaves that were asked for."""
+        """Returns the tree *like*, with leaves replaced by the restored values (by path)."""
         leaves = zip(self.tree.paths, self.tree.leaves, strict=True)
         return self.tree.treedef.unflatten([values.get(path, leaf) for path, leaf in leaves])
 
 
 def target_of(helper: MeshShardingHelper, rules: RuleLike, like: Any, only: str | None) -> Target:
-    """Resolves rules for the tree that *like* is, or makes; nothing is computed.
+    """Resolves rules for the tree *like*, or for the tree that the function *like* returns.
 
     Raises:
         CheckpointError: two leaves have the same path, or *only* matches no leaf.
         ArgumentError: *only* is not a regex.
-        ShardingError: some leaves cannot be sharded as asked.
+        ShardingError: some leaves cannot be sharded by the rules.
     """
-    made = is_function(like)
-    pytree = jax.eval_shape(like) if made else like
+    from_function = is_function(like)
+    pytree = jax.eval_shape(like) if from_function else like
     tree = NamedTree.of(pytree)
     require_distinct(tree.paths, 'like')
     shardings = jax.tree.leaves(helper.match_sharding_rule(rules, pytree))
@@ -72,33 +73,33 @@ def target_of(helper: MeshShardingHelper, rules: RuleLike, like: Any, only: str 
         else type(leaf)
         for leaf, sharding in zip(tree.leaves, shardings, strict=True)
     ]
-    wanted = {
+    leaves = {
         path: struct
         for path, struct in zip(tree.paths, structs, strict=True)
         if only is None or re.search(only, path)
     }
-    return Target(wanted, dataclasses.replace(tree, leaves=structs) if made else tree)
+    return Target(leaves, dataclasses.replace(tree, leaves=structs) if from_function else tree)
 
 
 def is_function(like: Any) -> bool:
-    """Whether *like* makes a tree, rather than being one: modules of equinox are trees that can be called."""
+    """Returns whether *like* is a function, and not a callable tree such as a module of equinox."""
     return callable(like) and (
         isinstance(like, functools.partial) or jax.tree_util.treedef_is_leaf(jax.tree.structure(like))
     )
 
 
 def require_distinct(paths: Sequence[str], what: str) -> None:
-    """Raises CheckpointError if two leaves have the same path: a checkpoint could not tell them apart."""
-    twice = [path for path, count in Counter(paths).items() if count > 1]
-    if twice:
+    """Raises CheckpointError if two leaves have the same path, which a checkpoint cannot distinguish."""
+    repeated = [path for path, count in Counter(paths).items() if count > 1]
+    if repeated:
         raise CheckpointError(
-            f'{what} has several leaves with the same path: {", ".join(map(repr, twice[:10]))}. Rename some '
-            'of their keys: a checkpoint finds leaves by their paths'
+            f'{what} has several leaves with the same path: {", ".join(map(repr, repeated[:10]))}. '
+            'Rename some of their keys: a checkpoint finds leaves by their paths'
         )
 
 
 def renamed_paths(paths: Iterable[str], rename: Sequence[tuple[Any, ...]], where: str) -> dict[str, str]:
-    """The path of each leaf in the checkpoint, by its new path: the first regex that is found is applied.
+    """Returns new path -> path in the checkpoint; the first regex that is found in a path is applied to it.
 
     Raises:
         CheckpointError: two leaves get the same path.
@@ -108,48 +109,53 @@ def renamed_paths(paths: Iterable[str], rename: Sequence[tuple[Any, ...]], where
         >>> renamed_paths(['model/w', 'step'], [(re.compile('^model/'), 'params/')], '')
         {'params/w': 'model/w', 'step': 'step'}
     """
-    old: dict[str, str] = {}
+    old_paths: dict[str, str] = {}
     for path in paths:
-        renamed = (substitute('rename', regex, to, path) for regex, to in rename if regex.search(path))
-        new = next(renamed, path)
-        if new in old:
+        matches = (
+            substitute('rename', regex, replacement, path)
+            for regex, replacement in rename
+            if regex.search(path)
+        )
+        new_path = next(matches, path)
+        if new_path in old_paths:
             raise CheckpointError(
-                f'rename gives two leaves of {where} the same path: {old[new]!r} and {path!r} become {new!r}'
+                f'rename gives two leaves of {where} the same path: {old_paths[new_path]!r} and {path!r} '
+                f'become {new_path!r}'
             )
-        old[new] = path
-    return old
+        old_paths[new_path] = path
+    return old_paths
 
 
 def require_fit(
-    wanted: Mapping[str, Any], saved: Mapping[str, Any], cast: bool, partial: bool, where: str
+    targets: Mapping[str, Any], saved: Mapping[str, Any], cast: bool, partial: bool, where: str
 ) -> None:
-    """Checks that a checkpoint holds the tree that a restore asks for.
+    """Checks that a checkpoint has the leaves of a target.
 
     Args:
-        wanted: by path, structs, or the types of Python numbers.
-        saved: the same of the checkpoint, of typed keys the data.
+        targets: leaf path -> a struct, or the type of a Python number.
+        saved: the same for the leaves of the checkpoint, where typed keys are structs of their data.
         cast: whether dtypes may differ.
-        partial: whether the checkpoint may hold more.
-        where: the checkpoint, for the message.
+        partial: whether the checkpoint may have other leaves.
+        where: the name of the checkpoint, for the message.
 
     Raises:
-        CheckpointError: names every leaf that is missing, extra, or of another shape or dtype.
+        CheckpointError: lists all leaves that are missing, extra, or of another shape or dtype.
     """
-    found = []
-    for path, target in wanted.items():
+    faults = []
+    for path, target in targets.items():
         if path not in saved:
-            found.append(f'{path}: {_text(target)} is missing')
+            faults.append(f'{path}: {_text(target)} is missing')
             continue
-        (shape, dtype), (saved_shape, saved_dtype) = _as_saved(target), _as_saved(saved[path])
+        (shape, dtype), (saved_shape, saved_dtype) = _saved_type(target), _saved_type(saved[path])
         if shape != saved_shape or (dtype != saved_dtype and not cast):
-            found.append(f'{path}: {_text(target)} was requested, but {_text(saved[path])} was saved')
+            faults.append(f'{path}: {_text(target)} was requested, but {_text(saved[path])} was saved')
     if not partial:
-        found += [
-            f'{path}: {_text(saved[path])} is only in the checkpoint' for path in saved if path not in wanted
+        faults += [
+            f'{path}: {_text(saved[path])} is only in the checkpoint' for path in saved if path not in targets
         ]
-    if found:
+    if faults:
         raise CheckpointError(
-            f'{where} does not match the requested tree:\n{shown_leaves(found)}\n'
+            f'{where} does not match the requested tree:\n{shown_leaves(faults)}\n'
             'What to do: give like as it was when the checkpoint was saved (describe(step) lists the '
             'leaves), or rename=[(regex, replacement)] for other paths, only=regex to restore '
             'some leaves, cast=True to convert dtypes.'
@@ -160,8 +166,8 @@ def _text(leaf: Any) -> str:
     return f'Python {leaf.__name__}' if isinstance(leaf, type) else type_text(leaf.dtype, leaf.shape)
 
 
-def _as_saved(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """The shape and the dtype in which Orbax has a leaf."""
+def _saved_type(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """Returns the shape and dtype with which Orbax saves a leaf."""
     if isinstance(leaf, type):
         return (), canonical_dtype(leaf)
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -1,4 +1,4 @@
-"""What can be saved: leaves that Orbax changes or refuses are named before anything is written."""
+"""Validation of a state before a save: leaves that Orbax would change or reject are errors."""
 
 from __future__ import annotations
 
@@ -18,61 +18,61 @@ def validate_state(tree: NamedTree) -> NamedTree:
     """Checks that a tree can be saved.
 
     Returns:
-        The tree as it is saved: numpy arrays in the dtypes that JAX gives them, in which they are restored.
+        The tree with NumPy arrays in the dtypes that JAX gives them, in which they are saved and restored.
 
     Raises:
-        CheckpointError: names every leaf that cannot be saved.
+        CheckpointError: lists all leaves that cannot be saved.
     """
     require_distinct(tree.paths, 'the state')
     if not tree.leaves:
         raise CheckpointError('the state has no leaves: there is nothing to save')
     if tree.is_bare_leaf:
         raise CheckpointError("the state is a single leaf; give a tree, such as {'params': leaf}")
-    leaves = [_as_jax_holds(leaf) for leaf in tree.leaves]
-    found = [
-        f'{tree.describe(i)}: {why}'
+    leaves = [_with_jax_dtype(leaf) for leaf in tree.leaves]
+    faults = [
+        f'{tree.describe(i)}: {fault}'
         for i, leaf in enumerate(tree.leaves)
-        if (why := _reason_against(leaf, leaves[i]))
+        if (fault := _fault(leaf, leaves[i]))
     ]
-    if found:
+    if faults:
         advice = module_advice(tree.leaves)
         raise CheckpointError(
-            f'some leaves of the state cannot be saved:\n{shown_leaves(found)}'
+            f'some leaves of the state cannot be saved:\n{shown_leaves(faults)}'
             + (f'\nWhat to do:{advice}' if advice else '')
         )
     return dataclasses.replace(tree, leaves=leaves)
 
 
-def _as_jax_holds(leaf: Any) -> Any:
-    """A leaf as JAX holds it: without x64, a numpy array of 64 bits has 32."""
+def _with_jax_dtype(leaf: Any) -> Any:
+    """Casts a NumPy array to the dtype that JAX gives it: without x64, of 32 bits instead of 64."""
     if not isinstance(leaf, np.ndarray | np.generic) or has_foreign_dtype(leaf):
         return leaf
     dtype = canonical_dtype(leaf.dtype)
-    with np.errstate(over='ignore'):  # overflows are found by comparing values
+    with np.errstate(over='ignore'):  # `_fits` finds overflows
         return leaf if leaf.dtype == dtype else leaf.astype(dtype)
 
 
-def _fits(leaf: Any, held: Any) -> bool:
-    """Whether the values of a numpy array fit in the dtype that JAX gives it; digits may be lost."""
+def _fits(leaf: Any, cast: Any) -> bool:
+    """Returns whether the values of a NumPy array fit in the dtype of *cast*; precision may be lost."""
     if leaf.dtype.kind in 'iu':
-        return bool((held == leaf).all())
-    return bool((np.isfinite(held) == np.isfinite(leaf)).all())
+        return bool((cast == leaf).all())
+    return bool((np.isfinite(cast) == np.isfinite(leaf)).all())
 
 
-def _is_stored(dtype: Any) -> bool:
-    """Whether TensorStore, in which Orbax writes arrays, has a dtype; of keys the data is written."""
+def _is_supported(dtype: Any) -> bool:
+    """Returns whether TensorStore, with which Orbax writes arrays, supports a dtype, or it is one of keys."""
     try:
         return not isinstance(dtype, np.dtype) or bool(tensorstore.dtype(dtype.name))
     except ValueError:
         return False
 
 
-def _reason_against(leaf: Any, held: Any) -> str:
-    """Why a leaf cannot be saved; empty if it can.
+def _fault(leaf: Any, cast: Any) -> str:
+    """Returns why a leaf cannot be saved; empty if it can.
 
     Args:
         leaf: the leaf.
-        held: the same as JAX holds it.
+        cast: the leaf in the dtype that JAX gives it.
     """
     if isinstance(leaf, jax.core.Tracer):
         return 'it is a value inside a traced function; save outside of it'
@@ -89,12 +89,12 @@ def _reason_against(leaf: Any, held: Any) -> str:
             )
         if not isinstance(leaf, jax.Array) and has_foreign_dtype(leaf):
             return f'JAX has no arrays of dtype {leaf.dtype}'
-        if not _is_stored(held.dtype):
+        if not _is_supported(cast.dtype):
             return 'Orbax does not write this dtype; cast it to a wider one'
-        if held is leaf or _fits(leaf, held):
+        if cast is leaf or _fits(leaf, cast):
             return ''
         return (
-            f'it holds values that do not fit in {held.dtype}, to which JAX converts {leaf.dtype}; set '
+            f'it holds values that do not fit in {cast.dtype}, to which JAX converts {leaf.dtype}; set '
             'jax_enable_x64, or save a Python number'
         )
     if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:

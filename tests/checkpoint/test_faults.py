@@ -274,7 +274,7 @@ def test_ctrl_c_while_a_save_is_waited_for(
 ) -> None:
     """The save goes on, and its step counts as one of those that are kept."""
     waited_for, released = threading.Event(), threading.Event()
-    write_own = _save.SaveThread._write_own
+    write_own = _save.SaveThread._write_local
 
     def write_late(*args: Any) -> None:
         assert released.wait(60)
@@ -285,7 +285,7 @@ def test_ctrl_c_while_a_save_is_waited_for(
         time.sleep(0.2)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    monkeypatch.setattr(_save.SaveThread, '_write_own', write_late)
+    monkeypatch.setattr(_save.SaveThread, '_write_local', write_late)
     presser = threading.Thread(target=press)
     with Checkpointer(tmp_path, keep=1) as checkpointer:
         checkpointer.save(1, helper.shard(state(1), P('fsdp')))

@@ -107,7 +107,7 @@ def test_a_save_that_runs_while_another_takes_the_directory(
     old, new = Checkpointer(tmp_path), Checkpointer(tmp_path)
     assert new.latest_step() is None
     begun, released = threading.Event(), threading.Event()
-    write_own = _save.SaveThread._write_own
+    write_own = _save.SaveThread._write_local
 
     def write_late(save: Any, *args: Any) -> None:
         if save._steps is old._steps:
@@ -115,7 +115,7 @@ def test_a_save_that_runs_while_another_takes_the_directory(
             assert released.wait(60)
         write_own(save, *args)
 
-    monkeypatch.setattr(_save.SaveThread, '_write_own', write_late)
+    monkeypatch.setattr(_save.SaveThread, '_write_local', write_late)
     assert old.save(3, state(1, 3))
     assert begun.wait(60)
     try:
@@ -203,7 +203,7 @@ def test_another_takes_the_directory_behind_each_look(
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ('owner', 'where'),
-    [(_atomic_commit, '_mark'), (_save.SaveThread, '_copy'), (_manifest, 'write_manifest')],
+    [(_atomic_commit, '_name_file'), (_save.SaveThread, '_copy'), (_manifest, 'write_manifest')],
 )
 def test_another_deletes_what_a_save_has_begun(
     tmp_path: Path,
@@ -334,7 +334,7 @@ def test_a_disk_that_is_full_from_the_first_byte(tmp_path: Path, monkeypatch: py
             assert 'OSError: [Errno 28] No space left' in said
             assert names(tmp_path) == left
             patch.undo()
-            checkpointer._steps._take()
+            checkpointer._steps._acquire()
 
 
 @pytest.mark.medium

@@ -34,7 +34,7 @@ def held(owner, name, where):
 held(train.distributed, 'initialize', lambda: 'start')
 held(train.Checkpoints, 'restore', lambda self: 'restore')
 held(train.distributed, 'should_stop', lambda step: f'step{step}')
-held(_save.SaveThread, '_write_own', lambda self: 'save')
+held(_save.SaveThread, '_write_local', lambda self: 'save')
 app.run(train.main)
 """
 SMALL = [

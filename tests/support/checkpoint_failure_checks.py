@@ -137,7 +137,7 @@ def check_a_process_that_cannot_copy_or_write() -> None:
     checkpointer = Checkpointer(folder('write'), timeout=100)
     for who in (0, jax.process_count() - 1):
         here = jax.process_index() == who
-        for name in ('async_save', '_write_own', '_finalize'):
+        for name in ('async_save', '_write_local', '_finalize'):
             owner = ocp.StandardCheckpointHandler if name == 'async_save' else _save.SaveThread
             with failing(owner, name, here):
                 if name == 'async_save' and here:
@@ -160,7 +160,7 @@ def check_a_process_that_cannot_copy_or_write() -> None:
             if who == 0:
                 assert checkpointer.latest_step() is None
     # What one process has not waited for, all are told of by the next save.
-    with failing(_save.SaveThread, '_write_own', last()):
+    with failing(_save.SaveThread, '_write_local', last()):
         assert checkpointer.save(2, state(2))
         text = error_of(checkpointer.save, 3, state(3))
         assert ('OSError: [Errno 5]' if last() else 'process') in text, text
