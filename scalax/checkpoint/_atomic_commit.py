@@ -3,9 +3,9 @@
 It is impossible to tell whether a silent job has died. So the newest writer takes over the directory with its
 first save, by writing a token to a file, and the previous writer fails at its next write. Orbax has no such
 rule: its `CheckpointManager` "is NOT multi-job-safe", and if two of them use one directory, one may commit
-what the other has half written. The writer checks its token before it begins a step, before it commits a step,
-and before it deletes anything. Another writer may take over between such a check and the next action, which
-does no harm:
+what the other has half written. The writer checks its token before it begins a step, before it commits a
+step, and before it deletes anything. Another writer may take over between such a check and the next action,
+which does no harm:
 
 - A step is written in a folder whose name contains the token, and committed by a rename, which fails if the
   step already exists.

@@ -57,7 +57,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
     previous writer, in this process or another, is an error. Any number of processes may read it.
 
     Args:
-        directory: the directory, which the first save creates. All processes have to see the same files in it.
+        directory: the directory; the first save creates it. All processes have to see the same files in it.
         keep: the number of latest steps to keep; None keeps all.
         save_every: `save` does nothing at steps that are not a multiple of this.
         checksums: whether to write checksums of all files, which ``restore(verify=True)`` compares.

@@ -1,9 +1,9 @@
 """Manifest of a step: its files with their sizes and checksums, written after all other files.
 
 Orbax has no such list. It restores wrong values if a byte has changed, and detects a missing or truncated
-file only when it reads that file. Each process measures the files that it wrote, in the background. A checksum
-covers the bytes on the disk, so it is the same on every mesh. It is a CRC-32, which detects every changed
-byte, but does not protect against an adversary.
+file only when it reads that file. Each process measures the files that it wrote, in the background. A
+checksum covers the bytes on the disk, so it is the same on every mesh. It is a CRC-32, which detects every
+changed byte, but does not protect against an adversary.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class SaveThread(threading.Thread):
         self._futures: Sequence[Any] = ()
 
     def copy(self, state: Any) -> None:
-        """Copies the arrays to the host and starts the thread, even after an error, as other processes wait."""
+        """Copies the arrays to the host and starts the thread, also after an error: other processes wait."""
         try:
             if not self._steps.is_prepared(self.step, self.save):
                 raise FileNotFoundError(

@@ -143,7 +143,7 @@ class Endless:
 def test_a_save_does_not_wait_for_a_process_that_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_gone: bool
 ) -> None:
-    monkeypatch.setattr(_save, '_LOOK_S', 0.05)
+    monkeypatch.setattr(_save, '_POLL_SECONDS', 0.05)
     monkeypatch.setattr(_save.SaveThread, '_copy', lambda self, state: [Endless()])
     checkpointer = Checkpointer(tmp_path)
     assert checkpointer.save(1, state(1, 1))
