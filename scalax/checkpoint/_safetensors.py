@@ -1,7 +1,7 @@
-"""Loading of Hugging Face's safetensors files, straight into the shards of a mesh.
+"""Loading of Hugging Face's safetensors files into the shards of a mesh.
 
-A file is mapped into memory, so that the system reads the parts that are copied to devices. The library of
-that name does so too, but it does not give NumPy float8.
+A file is mapped into memory, so that only the parts that are copied to devices are read. The safetensors
+library does the same, but does not support float8 in NumPy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger('scalax.checkpoint')
 
 _SUFFIX = '.safetensors'
 _INDEX = '.index.json'
-_MOST_KEYS = 100  # of a leaf path: models are not deeper, and JAX fails on very deep trees
+_MAX_KEYS = 100  # of a leaf path: models are not deeper, and JAX fails on very deep trees
 
 Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -42,21 +42,21 @@ Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 def load_safetensors(
     helper: MeshShardingHelper, files: Files, rules: RuleLike, mapping: NameMapping = None
 ) -> Any:
-    r"""Loads safetensors files, as on the Hugging Face Hub, straight into the shards of a mesh.
+    r"""Loads safetensors files, as on the Hugging Face Hub, into the shards of a mesh.
 
-    Each process reads the shards of its own devices; its host holds those of one tensor at a time.
+    Each process reads the shards of its own devices. Its host holds the shards of one tensor at a time.
 
     Args:
-        helper: the mesh.
+        helper: the helper of the mesh.
         files: a folder, an index (``model.safetensors.index.json``), a file, or several files.
-        rules: as for `MeshShardingHelper.shard`, for the tree that results.
-        mapping: where the tensors go. None keeps their names, split at the dots:
+        rules: as for `MeshShardingHelper.shard`, for the resulting tree.
+        mapping: the leaf paths of the tensors. None keeps their names, split at the dots:
             ``tree['model']['norm']['weight']``. Otherwise a dict from names to leaf paths (``'norm/scale'``);
-            or a function from a name to a path; or pairs (regex, replacement): the first whose regex is found
-            in a name is applied to it, as by ``re.sub``, and remaining dots become slashes. In place of a
-            path, None leaves the tensor out, and (path, axes) transposes it, as ``numpy.transpose`` does; in
-            pairs: (regex, replacement, axes). Linear layers of PyTorch store weights as (out, in): the axes
-            ``(1, 0)`` turn them into a kernel.
+            a function from a name to a path; or pairs (regex, replacement), of which the first whose regex is
+            found in a name is applied to it, as by ``re.sub``, and remaining dots become slashes. In place of
+            a path, None leaves the tensor out, and (path, axes) transposes it, as ``numpy.transpose`` does;
+            among pairs, write (regex, replacement, axes). Linear layers of PyTorch store weights as
+            (out, in): the axes ``(1, 0)`` turn them into a kernel.
 
     Returns:
         Nested dicts of arrays, in the dtypes of the files.
@@ -81,31 +81,31 @@ def load_safetensors(
         (4, 8)
     """
     meshes.require_devices(helper.mesh, 'load_safetensors')
-    tree = _arranged(_tensors(files), mapping)
+    tree = _apply_mapping(_read_tensors(files), mapping)
     tensors = jax.tree.leaves(tree)
     shardings = helper.match_sharding_rule(rules, tree)
-    with progress(f'loading safetensors, {human_bytes(sum(one.nbytes for one in tensors))}', _log):
+    with progress(f'loading safetensors, {human_bytes(sum(tensor.nbytes for tensor in tensors))}', _log):
         return jax.tree.map(_load, tree, shardings)
 
 
 def _load(tensor: np.ndarray, sharding: Any) -> jax.Array:
-    """A tensor in the memory of a file as an array; copied, because on CPU JAX would go on using the file."""
+    """Copies a tensor of a file to devices. Without the copy, JAX on CPU would keep using the file."""
 
-    def copied(index: Any) -> np.ndarray:
-        if isinstance(tensor, _Mapped):
-            tensor.require_file()
+    def shard(index: Any) -> np.ndarray:
+        if isinstance(tensor, _MappedArray):
+            tensor.require_complete()
         return np.array(tensor[index])
 
-    array = jax.make_array_from_callback(tensor.shape, sharding, copied, dtype=tensor.dtype)
+    array = jax.make_array_from_callback(tensor.shape, sharding, shard, dtype=tensor.dtype)
     return jax.block_until_ready(array)
 
 
-class _Mapped(np.ndarray):
-    """An array in the memory of a file.
+class _MappedArray(np.ndarray):
+    """An array in a memory-mapped file.
 
     Attributes:
-        path: of the file, for messages.
-        memory: of the file.
+        path: the path of the file, for messages.
+        memory: the memory of the file.
     """
 
     path: Path | None = None
@@ -115,15 +115,15 @@ class _Mapped(np.ndarray):
         self.path, self.memory = getattr(other, 'path', None), getattr(other, 'memory', None)
 
     @classmethod
-    def of(cls, path: Path, opened: BinaryIO, size: int) -> _Mapped:
-        """The first bytes of a file."""
-        memory = mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ)
+    def of(cls, path: Path, file: BinaryIO, size: int) -> _MappedArray:
+        """Maps the first bytes of a file."""
+        memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
         array = np.frombuffer(memory, np.uint8).view(cls)
         array.path, array.memory = path, memory
         return array
 
-    def require_file(self) -> None:
-        """Raises CheckpointError if the file has become shorter: reading past its end ends the process."""
+    def require_complete(self) -> None:
+        """Raises CheckpointError if the file has become shorter: reading past its end kills the process."""
         if self.memory is not None and self.memory.size() < len(self.memory):
             raise CheckpointError(
                 f'{printable(str(self.path))} became shorter while it was loaded: another program writes to '
@@ -136,9 +136,9 @@ class _File(NamedTuple):
     """A file to load.
 
     Attributes:
-        path: its path as the user or the index names it, for messages.
+        path: its path in the list of the user or in the index, for messages.
         target: the path that is opened.
-        tensors: the names of the tensors that an index says are in it.
+        tensors: the names of its tensors according to the index.
     """
 
     path: Path
@@ -146,31 +146,31 @@ class _File(NamedTuple):
     tensors: Sequence[str] = ()
 
 
-def _tensors(files: Files) -> dict[str, np.ndarray]:
-    """The tensors of all files, in the memory of the files.
+def _read_tensors(files: Files) -> dict[str, np.ndarray]:
+    """Returns the tensors of all files by name, as memory-mapped arrays.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the files do not fit together.
+        CheckpointError: a file is missing or damaged, or the files contradict one another or the index.
         ArgumentError: *files* are not paths.
     """
     tensors: dict[str, np.ndarray] = {}
     paths: dict[str, str] = {}
     problems: list[str] = []
-    for file in _listed(files):
-        of_file, path = _tensors_of(file), printable(str(file.path))
-        absent = [name for name in file.tensors if name not in of_file]
+    for file in _list_files(files):
+        file_tensors, path = _tensors_of(file), printable(str(file.path))
+        absent = [name for name in file.tensors if name not in file_tensors]
         problems.extend(f'{printable(name)} is not in {path}, where the index says it is' for name in absent)
-        repeated = [name for name in of_file if name in tensors]
+        repeated = [name for name in file_tensors if name in tensors]
         problems.extend(f'{printable(name)} is in {paths[name]} and in {path}' for name in repeated)
-        tensors |= of_file
-        paths |= dict.fromkeys(of_file, path)
+        tensors |= file_tensors
+        paths |= dict.fromkeys(file_tensors, path)
     if problems:
         raise CheckpointError(f'the files do not fit together:\n{shown(problems)}')
     return tensors
 
 
-def _listed(files: Files) -> list[_File]:
-    """The files to load."""
+def _list_files(files: Files) -> list[_File]:
+    """Returns the files to load."""
     if not isinstance(files, str | os.PathLike):
         if isinstance(files, bytes) or not isinstance(files, Iterable):
             raise ArgumentError(f'load_safetensors: files has to be a path or a list of paths, got {files!r}')
@@ -193,44 +193,44 @@ def _listed(files: Files) -> list[_File]:
         raise ArgumentError("load_safetensors: files is an empty path; the current folder is '.'")
     path = Path(files)
     if os.path.isdir(path):
-        indices, found = (sorted(path.glob(f'*{_SUFFIX}{end}')) for end in (_INDEX, ''))
-        if len(indices) > 1 or not (indices or found):
-            what = f'{len(indices)} indices' if indices else f'no {_SUFFIX} files'
-            raise CheckpointError(f'{path} has {what}; name the file, the files or the index')
-        return _indexed(indices[0]) if indices else [_File(file, file) for file in found]
-    return _indexed(path) if path.name.endswith(_INDEX) else [_File(path, path)]
+        indices, paths = (sorted(path.glob(f'*{_SUFFIX}{end}')) for end in (_INDEX, ''))
+        if len(indices) > 1 or not (indices or paths):
+            count = f'{len(indices)} indices' if indices else f'no {_SUFFIX} files'
+            raise CheckpointError(f'{path} has {count}; name the file, the files or the index')
+        return _files_of_index(indices[0]) if indices else [_File(file, file) for file in paths]
+    return _files_of_index(path) if path.name.endswith(_INDEX) else [_File(path, path)]
 
 
-def _indexed(index: Path) -> list[_File]:
-    """The files that an index names, all of which have to be in its folder.
+def _files_of_index(index: Path) -> list[_File]:
+    """Returns the files that an index lists, which have to be in its folder.
 
     Raises:
-        CheckpointError: it is not an index, or names other files.
+        CheckpointError: it is not an index, or lists files outside of its folder.
     """
     head = f'{index} is not an index of {_SUFFIX} files'
     try:
         values = strict_json.parse(strict_json.read(index))
     except (OSError, ValueError) as error:
         raise CheckpointError(f'{head}: {strict_json.error_reason(error)}') from error
-    places = values.get('weight_map') if isinstance(values, dict) else None
-    if not places or not isinstance(places, dict):
+    file_names = values.get('weight_map') if isinstance(values, dict) else None
+    if not file_names or not isinstance(file_names, dict):
         raise CheckpointError(f'{head}: it has no weight_map, an object with the file of each tensor')
-    no_names = [
+    invalid = [
         f'{printable(name)}: {brief(file)} is not the name of a file'
-        for name, file in places.items()
+        for name, file in file_names.items()
         if not isinstance(file, str)
     ]
-    if no_names:
-        raise CheckpointError(f'{head}:\n{shown(no_names)}')
+    if invalid:
+        raise CheckpointError(f'{head}:\n{shown(invalid)}')
     tensors: dict[str, list[str]] = {}
-    for name, file in places.items():
+    for name, file in file_names.items():
         tensors.setdefault(file, []).append(name)
     folder = Path(os.path.realpath(index.parent))
     listed: list[_File] = []
     outside: list[str] = []
     for file, names in tensors.items():
-        why, target = _resolved(folder, file)
-        outside.extend(f'{printable(name)}: {brief(file)}{why}' for name in names if why is not None)
+        fault, target = _resolve(folder, file)
+        outside.extend(f'{printable(name)}: {brief(file)}{fault}' for name in names if fault is not None)
         listed.append(_File(index.parent / file, target, names))
     if outside:
         raise CheckpointError(
@@ -241,16 +241,16 @@ def _indexed(index: Path) -> list[_File]:
     return listed
 
 
-def _resolved(folder: Path, name: str) -> tuple[str | None, Path]:
-    """The file that *name* is in a folder, without links; and, if it is outside of the folder, why.
+def _resolve(folder: Path, name: str) -> tuple[str | None, Path]:
+    """Returns a fault if a file of an index is outside of a folder (otherwise None), and its resolved path.
 
     In the cache of the Hugging Face Hub, each file of ``snapshots/<revision>/`` is a link into ``blobs/``
-    beside ``snapshots``. These links are made by the Hub's library, not by the author of a model, and end in
-    the cache of the same repository. They are the only ones that may leave the folder.
+    beside ``snapshots``. The Hub's library makes these links, not the author of a model, and they end in the
+    cache of the same repository. They are the only links that may leave the folder.
 
     Args:
-        folder: the folder, without links.
-        name: the name that an index gives.
+        folder: the resolved path of the folder.
+        name: the name of the file in the index.
     """
     path = PurePath(name)
     if path.anchor or '..' in path.parts:
@@ -262,29 +262,31 @@ def _resolved(folder: Path, name: str) -> tuple[str | None, Path]:
     except OSError as error:
         return f' ({error.strerror})', folder / name
     blobs = [
-        above.parents[1] / 'blobs' for above in (folder, *folder.parents) if above.parent.name == 'snapshots'
+        parent.parents[1] / 'blobs'
+        for parent in (folder, *folder.parents)
+        if parent.parent.name == 'snapshots'
     ]
     is_inside = target.is_relative_to(folder) or target.parent in blobs
     return None if is_inside else f' is a link to {printable(str(target))}', target
 
 
 def _tensors_of(file: _File) -> dict[str, np.ndarray]:
-    """The tensors of a file, in its memory.
+    """Returns the tensors of a file by name, as memory-mapped arrays.
 
     Raises:
         CheckpointError: it cannot be read, is not a safetensors file, or is damaged.
     """
     try:
-        with strict_json.open_regular_file(file.target) as opened:
-            tensors, start = read_header(file.path, opened)
-            # The data is that of the opened file, even if another file has its path by now.
+        with strict_json.open_regular_file(file.target) as data:
+            tensors, start = read_header(file.path, data)
+            # Mapped from the opened file: its path may be another file by now.
             size = max((tensor.end for tensor in tensors), default=0)
-            mapped = _Mapped.of(file.path, opened, start + size)
+            mapped = _MappedArray.of(file.path, data, start + size)
     except CheckpointError:
         raise
     except (OSError, ValueError) as error:
-        why = f'{strict_json.error_reason(error)}{_hint(file.path, error)}'
-        raise CheckpointError(f'{printable(str(file.path))} cannot be read: {why}') from error
+        reason = f'{strict_json.error_reason(error)}{_hint(file.path, error)}'
+        raise CheckpointError(f'{printable(str(file.path))} cannot be read: {reason}') from error
     return {
         tensor.name: mapped[start + tensor.begin : start + tensor.end]
         .view(tensor.dtype)
@@ -294,7 +296,7 @@ def _tensors_of(file: _File) -> dict[str, np.ndarray]:
 
 
 def _hint(path: Path, error: OSError | ValueError) -> str:
-    """What to do about a file that is not there, as far as its path tells."""
+    """Returns a hint about a missing file with a relative path."""
     if not isinstance(error, FileNotFoundError) or path.is_absolute():
         return ''
     if path.parts[:1] and path.parts[0].startswith('~'):
@@ -302,18 +304,19 @@ def _hint(path: Path, error: OSError | ValueError) -> str:
     return f' in {printable(os.getcwd())}'
 
 
-def _arranged(tensors: Mapping[str, np.ndarray], mapping: NameMapping) -> dict[str, Any]:
-    """The tensors as the tree that a mapping makes of them.
+def _apply_mapping(tensors: Mapping[str, np.ndarray], mapping: NameMapping) -> dict[str, Any]:
+    """Returns the tree into which a mapping places the tensors.
 
     Raises:
-        CheckpointError: it does not cover all of them, two go to one path, or JAX would change a dtype.
+        CheckpointError: the mapping lacks some tensors, two tensors go to one path, or JAX would change a
+            dtype.
     """
-    located, problems = map_names(tensors, mapping, '.')
+    mapped, problems = map_names(tensors, mapping, '.')
     tree: dict[str, Any] = {}
-    for name, path, axes in located:
+    for name, path, axes in mapped:
         tensor = tensors[name]
-        if path.count('/') >= _MOST_KEYS:
-            problems.append(f'{name}: goes to a path of more than {_MOST_KEYS} keys')
+        if path.count('/') >= _MAX_KEYS:
+            problems.append(f'{name}: goes to a path of more than {_MAX_KEYS} keys')
         elif not insert_leaf(tree, path, tensor if axes is None else tensor.transpose(axes)):
             problems.append(f'{name}: goes to {path}, which overlaps the path of another tensor')
         elif canonical_dtype(tensor.dtype) != tensor.dtype:

@@ -1,12 +1,14 @@
-"""The header of a safetensors file, which says where each tensor is.
+"""Header of a safetensors file, which lists the position of each tensor.
 
-The format: eight bytes with the length of the header, the header (JSON: name -> dtype, shape, offsets), and
-the tensors one after the other, row by row, little-endian. https://github.com/huggingface/safetensors#format
+The format is eight bytes with the length of the header, the header (JSON: name -> dtype, shape, offsets), and
+the tensors one after the other, in row-major order, little-endian.
+https://github.com/huggingface/safetensors#format
 
-Headers that the library of that name rejects are rejected here. That library is not used for it: most of its
-errors do not name the entry, and it need not be installed. It accepts some headers that are rejected here:
-with a repeated key, of which it takes the last; with other keys in an entry, an entry written as a list, or a
-dtype written as an object; with dtypes of less than a byte; and with shapes that no NumPy array has.
+This parser rejects every header that the safetensors library rejects. It does not use the library, because
+most of the library's errors do not name the entry, and because it need not be installed. The library accepts
+some headers that this parser rejects: with a repeated key, of which the library takes the last; with other
+keys in an entry; with an entry written as a list, or a dtype written as an object; with dtypes of less than a
+byte; and with shapes that no NumPy array can have.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from scalax._core.util.strict_json import brief, printable
 from scalax.errors import CheckpointError, shown
 
 LENGTH = 8
-"""The bytes in front of the header, which have its length."""
+"""The number of bytes before the header, which contain its length."""
 
-_MOST_BYTES = (1 << 63) - 1  # of an array, not counting dimensions of size 0
-_MOST_DIMENSIONS = 64  # of an array of NumPy
+_MAX_BYTES = (1 << 63) - 1  # of an array, ignoring dimensions of size 0
+_MAX_DIMENSIONS = 64  # of a NumPy array
 _LFS = b'version https://git-lfs.github.com/spec/'  # as the length of a header: more than a file can have
 _METADATA = '__metadata__'
 _KEYS = ('dtype', 'shape', 'data_offsets')
@@ -63,7 +65,7 @@ class Tensor(NamedTuple):
         name: its name.
         dtype: its dtype.
         shape: its shape.
-        begin: the position of its first byte in the data, which follows the header.
+        begin: the position of its first byte in the data, which follow the header.
         end: the position after its last byte.
     """
 
@@ -75,11 +77,11 @@ class Tensor(NamedTuple):
 
 
 def read_header(path: Path, file: BinaryIO) -> tuple[list[Tensor], int]:
-    """Reads the tensors that the header of a file lists, and the position where their data begins.
+    """Returns the tensors that the header of a file lists, and the position at which their data begin.
 
     Args:
         path: the path of the file, for messages.
-        file: the file, at its beginning.
+        file: the open file, at its beginning.
 
     Raises:
         CheckpointError: it is not a safetensors file, or is damaged.
@@ -109,12 +111,12 @@ def read_header(path: Path, file: BinaryIO) -> tuple[list[Tensor], int]:
 
 
 def parse_header(path: Path, header: bytes, size: int) -> list[Tensor]:
-    """Returns the tensors that a header lists, in the order of the file.
+    """Returns the tensors that a header lists, in the order of their data.
 
     Args:
         path: the path of the file, for messages.
-        header: the JSON.
-        size: the size of the data that follows it, in bytes.
+        header: the JSON text.
+        size: the number of bytes of data after the header.
 
     Raises:
         CheckpointError: it is not a header, or does not fit the data.
@@ -137,7 +139,7 @@ def parse_header(path: Path, header: bytes, size: int) -> list[Tensor]:
         else:
             tensors.append(tensor)
     tensors.sort(key=lambda tensor: (tensor.begin, tensor.end))
-    problems = problems or _misplaced(tensors, size)
+    problems = problems or _position_faults(tensors, size)
     if problems:
         raise _damaged(path, problems)
     return tensors
@@ -151,14 +153,14 @@ def _damaged(path: Path, problems: Iterable[str]) -> CheckpointError:
 
 
 def _is_metadata(value: Any) -> bool:
-    """Whether the format allows this value of ``__metadata__``: strings by name, or null."""
+    """Returns whether *value* is valid as ``__metadata__``: an object of strings, or null."""
     return value is None or (
         isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
     )
 
 
 def _tensor(name: str, entry: Any, size: int) -> Tensor | str:
-    """The tensor of an entry, or what is wrong with the entry."""
+    """Returns the tensor of an entry, or the fault of the entry as text."""
     if not isinstance(entry, dict):
         return f'{brief(entry)} is not an object with {", ".join(_KEYS)}'
     if sorted(entry) != sorted(_KEYS):
@@ -170,19 +172,19 @@ def _tensor(name: str, entry: Any, size: int) -> Tensor | str:
         return f'has the shape {brief(shape)}, which is not a list of non-negative integers'
     if not _are_sizes(offsets) or len(offsets) != 2:
         return f'has the data_offsets {brief(offsets)}, which are not two non-negative integers'
-    if len(shape) > _MOST_DIMENSIONS:  # first: the product of very many sizes takes long
-        return f'has {len(shape)} dimensions; an array has at most {_MOST_DIMENSIONS}'
+    if len(shape) > _MAX_DIMENSIONS:  # checked first: the product of very many sizes takes long
+        return f'has {len(shape)} dimensions; an array has at most {_MAX_DIMENSIONS}'
     dtype = np.dtype(DTYPES[code])
-    if math.prod(filter(None, shape)) * dtype.itemsize > _MOST_BYTES:
+    if math.prod(filter(None, shape)) * dtype.itemsize > _MAX_BYTES:
         return f'has the shape {brief(shape)}, which no array of {dtype} can have'
     begin, end = offsets
     if begin > end:
         return f'has the data_offsets {brief(offsets)}, which end before they begin'
     if end > size:
         return f'has the data_offsets {brief(offsets)}, but the file has only {size} bytes of data'
-    needed = math.prod(shape) * dtype.itemsize
-    if end - begin != needed:
-        return f'is {dtype}{brief(shape)}, which has {needed} bytes, but has the data_offsets {offsets}'
+    expected = math.prod(shape) * dtype.itemsize
+    if end - begin != expected:
+        return f'is {dtype}{brief(shape)}, which has {expected} bytes, but has the data_offsets {offsets}'
     return Tensor(name, dtype, tuple(shape), begin, end)
 
 
@@ -191,20 +193,22 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
-def _misplaced(tensors: Sequence[Tensor], size: int) -> list[str]:
-    """What is wrong with the places of the tensors: they have to fill the data, without gaps and overlaps."""
+def _position_faults(tensors: Sequence[Tensor], size: int) -> list[str]:
+    """Returns the gaps and overlaps between tensors, which have to fill the data."""
     problems: list[str] = []
-    end, before = 0, 'the header'
+    end, previous = 0, 'the header'
     for tensor in tensors:
         name = printable(tensor.name)
         if tensor.begin < end:
             problems.append(
-                f'{name}: begins at byte {tensor.begin}, and {before} ends at byte {end}: they overlap'
+                f'{name}: begins at byte {tensor.begin}, and {previous} ends at byte {end}: they overlap'
             )
         elif tensor.begin > end:
-            problems.append(f'{name}: {tensor.begin - end} bytes between {before} and it belong to no tensor')
+            problems.append(
+                f'{name}: {tensor.begin - end} bytes between {previous} and it belong to no tensor'
+            )
         if tensor.end >= end:
-            end, before = tensor.end, name
+            end, previous = tensor.end, name
     if end < size:
-        problems.append(f'{before}: {size - end} bytes after it belong to no tensor')
+        problems.append(f'{previous}: {size - end} bytes after it belong to no tensor')
     return problems
