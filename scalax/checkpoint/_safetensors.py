@@ -193,11 +193,11 @@ def _list_files(files: Files) -> list[_File]:
         raise ArgumentError("load_safetensors: files is an empty path; the current folder is '.'")
     path = Path(files)
     if os.path.isdir(path):
-        indices, paths = (sorted(path.glob(f'*{_SUFFIX}{end}')) for end in (_INDEX, ''))
-        if len(indices) > 1 or not (indices or paths):
+        indices, in_folder = (sorted(path.glob(f'*{_SUFFIX}{end}')) for end in (_INDEX, ''))
+        if len(indices) > 1 or not (indices or in_folder):
             count = f'{len(indices)} indices' if indices else f'no {_SUFFIX} files'
             raise CheckpointError(f'{path} has {count}; name the file, the files or the index')
-        return _files_of_index(indices[0]) if indices else [_File(file, file) for file in paths]
+        return _files_of_index(indices[0]) if indices else [_File(file, file) for file in in_folder]
     return _files_of_index(path) if path.name.endswith(_INDEX) else [_File(path, path)]
 
 
