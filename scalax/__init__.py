@@ -1,10 +1,10 @@
 """scalax runs JAX code written for one device, unchanged, on any mesh of devices.
 
-The user says *where* (a mesh), *what* (sharding rules over any pytree) and *when* (a compiled function,
-a transfer, a batch), each once. Everything follows from one function, which decides the sharding of
-every leaf and records why. docs/design.md lists its subpackages, in their order.
+The user specifies *where* (a mesh), *what* (sharding rules for pytrees) and *when* (a compiled function, a
+transfer, a batch). One function resolves the sharding of every leaf and records the reason.
+docs/design.md lists the subpackages.
 
-Importing scalax touches no device and changes no global state of JAX.
+Importing scalax initializes no device and does not change global state of JAX.
 """
 
 from scalax import errors, sharding, utils

@@ -1,4 +1,4 @@
-"""Everything about sharding that users import: meshes, rules, compiled functions, constraints."""
+"""The public names for sharding: `MeshShardingHelper`, sharding rules, constraints, and JAX's own classes."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == 'ShardingReport':  # reports are loaded when they are asked for
+    if name == 'ShardingReport':  # imported on demand, because most programs do not need reports
         from scalax.explain import ShardingReport
 
         return ShardingReport

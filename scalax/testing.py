@@ -1,4 +1,4 @@
-"""Assertions for tests of sharded programs: values, collectives, compilations and shardings."""
+"""Assertions about sharded programs, for tests: their values, collectives, compilations and shardings."""
 
 from __future__ import annotations
 
@@ -46,22 +46,23 @@ def assert_collectives(
     helper: MeshOwner | None = None,
     **expected: Expected,
 ) -> None:
-    """Asserts how often a function's compiled program runs which collectives; nothing is run.
+    """Asserts how often a compiled function executes collectives. The function is not run.
 
     Args:
-        fun: a function that `sjit` made; with *helper* also one of ``jax.jit``.
+        fun: a function of `sjit`, or, with *helper*, of ``jax.jit``.
         *args: its arguments, which may be ``jax.ShapeDtypeStruct``.
         kwargs: its keyword arguments, as a dict.
-        helper: the helper of its mesh, if `sjit` did not make it.
-        **expected: for each kind that is checked (``all_gather``, ``all_reduce``, ``reduce_scatter``,
-            ``all_to_all``, ``collective_permute``, ``collective_broadcast``, ``ragged_all_to_all``), how
-            often it runs in one call: a number, or mesh axis (or tuple of axes) -> number. Other kinds,
-            and with a mapping other axes, are not checked.
+        helper: the helper of its mesh. Required for functions of ``jax.jit``.
+        **expected: how often each kind of collective executes in one call: a number, or a dict from a mesh
+            axis (or a tuple of axes) to a number. The kinds are ``all_gather``, ``all_reduce``,
+            ``reduce_scatter``, ``all_to_all``, ``collective_permute``, ``collective_broadcast`` and
+            ``ragged_all_to_all``. Kinds, or axes of a dict, that are not listed are not checked.
 
     Raises:
-        AssertionError: they run more or less often, or in a loop of unknown length; lists them with their
-            lines. Also if the program runs on one device, because no argument or output has a sharding.
-        ArgumentError: an unknown kind or mesh axis, nothing expected, or no helper.
+        AssertionError: collectives execute more or less often than expected, or in a loop with an unknown
+            trip count. The message lists all collectives with their source lines. Also raised if the program
+            runs on one device, because no argument or output has a sharding.
+        ArgumentError: a kind or a mesh axis is unknown, nothing is expected, or the helper is missing.
 
     Example:
         >>> import numpy as np
@@ -91,25 +92,25 @@ def assert_collectives(
     wrong = []
     for name, counts in expected.items():
         for axes, count in counts.items() if isinstance(counts, Mapping) else [(None, counts)]:
-            named = (axes,) if isinstance(axes, str) else axes
-            found = plan.count(kinds[name], named)
-            vague = [
+            axis_names = (axes,) if isinstance(axes, str) else axes
+            actual_count = plan.count(kinds[name], axis_names)
+            inexact = [
                 row
                 for row in plan.collectives
                 if row.kind == kinds[name]
                 and row.exactness is not Exactness.EXACT
-                and (named is None or set(named) == set(row.axes))
+                and (axis_names is None or set(axis_names) == set(row.axes))
             ]
-            if found != count or vague:
-                along = '' if named is None else f' along {", ".join(named)}'
-                known = f' (known: {vague[0].exactness.value})' if vague else ''
-                wrong.append(f'{kinds[name]}{along}: {found}{known}, expected {count}')
+            if actual_count != count or inexact:
+                along = '' if axis_names is None else f' along {", ".join(axis_names)}'
+                exactness = f' (known: {inexact[0].exactness.value})' if inexact else ''
+                wrong.append(f'{kinds[name]}{along}: {actual_count}{exactness}, expected {count}')
     if wrong:
-        rows = (
+        lines = (
             f'{row.count} x {row.kind} along {", ".join(row.axes)}, {row.bytes:,} bytes: {row.source}'
             for row in plan.collectives
         )
-        listed = shown(rows) or '  none'
+        listed = shown(lines) or '  none'
         raise AssertionError(
             f'{plan.name} runs other collectives than expected:\n{shown(wrong)}\nAll of its collectives:\n'
             f'{listed}'
@@ -125,20 +126,20 @@ def assert_equal_to_one_device(
     seeds: int = 3,
     steps: int = 2,
 ) -> None:
-    """Asserts that a step computes on its mesh what it computes on one device.
+    """Asserts that a step gives the same results on its mesh as on one device.
 
     Args:
-        fun: a function that `sjit` made; with *helper* also one of ``jax.jit``, or, without arguments, what
-            makes a step and its arguments for a helper.
+        fun: a function of `sjit`; or, with *helper*, a function of ``jax.jit``, or, without *args*, a
+            function that returns a step and its arguments for a helper.
         *args: its arguments, as for `MeshShardingHelper.verify`.
         kwargs: its keyword arguments, as a dict.
-        helper: the helper of its mesh, if `sjit` did not make it.
-        seeds: the number of sets of arguments that it runs with.
-        steps: the number of steps that run in a row.
+        helper: the helper of its mesh. Required for other functions than those of `sjit`.
+        seeds: the number of sets of arguments.
+        steps: the number of steps in a row.
 
     Raises:
-        AssertionError: results differ, or had no finite value to compare; the message is the report.
-        ArgumentError: no helper; or as for `MeshShardingHelper.verify`.
+        AssertionError: results differ, or have no finite values to compare. The message is the report.
+        ArgumentError: the helper is missing; or as for `MeshShardingHelper.verify`.
 
     Example:
         >>> import jax
@@ -151,11 +152,11 @@ def assert_equal_to_one_device(
         >>> assert_equal_to_one_device(layer, w, x)
     """
     helper = helper or _owner(fun, 'assert_equal_to_one_device')
-    found = verify(helper, fun, args, kwargs or {}, seeds=seeds, steps=steps)
-    if found.interrupted:  # the report is of use to nobody here, and the other tests are to end, too
+    report = verify(helper, fun, args, kwargs or {}, seeds=seeds, steps=steps)
+    if report.interrupted:  # `verify` returns a partial report after Ctrl-C, which has to end the other tests
         raise KeyboardInterrupt
-    if not found.ok:
-        raise AssertionError(str(found))
+    if not report.ok:
+        raise AssertionError(str(report))
 
 
 def _owner(fun: Callable[..., Any], caller: str) -> MeshOwner:
@@ -166,15 +167,15 @@ def _owner(fun: Callable[..., Any], caller: str) -> MeshOwner:
 
 @contextlib.contextmanager
 def assert_no_recompile(fun: Callable[..., Any]) -> Iterator[None]:
-    """A context in which calls of a function in this thread must not compile anything.
+    """Asserts that the calls of a function in a ``with`` block, in this thread, compile nothing.
 
     Args:
-        fun: a function that `sjit` or ``jax.jit`` made. Compilations are recognised by its name: give it one
-            (all lambdas share theirs).
+        fun: a function of `sjit` or ``jax.jit``. Its compilations are recognized by its name, so it needs a
+            unique name. (All lambdas have the same name.)
 
     Raises:
-        ArgumentError: another function.
-        AssertionError: it was compiled; the message gives how often.
+        ArgumentError: *fun* is not such a function.
+        AssertionError: the function was compiled. The message contains how often.
 
     Example:
         >>> import jax
@@ -203,13 +204,13 @@ def assert_sharded_like(tree: Any, rules: RuleLike, helper: MeshOwner | None = N
     """Asserts that arrays are sharded as rules specify.
 
     Args:
-        tree: jax.Arrays, or anything else with shardings.
+        tree: a tree of jax.Arrays, or of other objects with shardings.
         rules: as for ``helper.match_sharding_rule``.
-        helper: the helper of the mesh that the rules are for; by default the mesh of the arrays is used.
+        helper: the helper of the mesh of the rules. By default, the mesh of the arrays.
 
     Raises:
-        AssertionError: some leaves are sharded otherwise; all of them are named.
-        ShardingError: the rules do not fit the tree.
+        AssertionError: some leaves have other shardings. The message lists all of them.
+        ShardingError: some leaves cannot be sharded as the rules specify.
 
     Example:
         >>> import numpy as np
@@ -218,8 +219,8 @@ def assert_sharded_like(tree: Any, rules: RuleLike, helper: MeshOwner | None = N
         >>> assert_sharded_like(helper.shard(np.ones(8), PartitionSpec('data')), PartitionSpec('data'))
     """
     named = NamedTree.of(tree)
-    has = [getattr(leaf, 'sharding', None) for leaf in named.leaves]
-    meshes = [sharding.mesh for sharding in has if isinstance(sharding, NamedSharding)]
+    actual = [getattr(leaf, 'sharding', None) for leaf in named.leaves]
+    meshes = [sharding.mesh for sharding in actual if isinstance(sharding, NamedSharding)]
     if helper is None and not meshes and len(named):
         raise AssertionError(f'no leaf is on a mesh:\n{shown_leaves(map(named.describe, range(len(named))))}')
     if not len(named):
@@ -229,17 +230,17 @@ def assert_sharded_like(tree: Any, rules: RuleLike, helper: MeshOwner | None = N
         rules, tree, mesh, on_indivisible='error' if helper is None else helper.on_indivisible
     ).shardings
     wrong = [
-        f'{named.describe(i)} {_difference(mine, theirs)}'
-        for i, (mine, theirs) in enumerate(zip(has, expected, strict=True))
-        if theirs is not None and (mine is None or not mine.is_equivalent_to(theirs, len(named.shapes[i])))
+        f'{named.describe(i)} {_difference(sharding, target)}'
+        for i, (sharding, target) in enumerate(zip(actual, expected, strict=True))
+        if target is not None
+        and (sharding is None or not sharding.is_equivalent_to(target, len(named.shapes[i])))
     ]
     if wrong:
         raise AssertionError(f'arrays are not sharded as the rules specify:\n{shown_leaves(wrong)}')
 
 
-def _difference(mine: Any, theirs: Any) -> str:
-    if mine is None:
-        return (
-            f'has no sharding: it is not an array on devices; expected {describe_difference(mine, theirs)[1]}'
-        )
-    return 'is sharded as {}, expected {}'.format(*describe_difference(mine, theirs))
+def _difference(actual: Any, expected: Any) -> str:
+    actual_text, expected_text = describe_difference(actual, expected)
+    if actual is None:
+        return f'has no sharding: it is not an array on devices; expected {expected_text}'
+    return f'is sharded as {actual_text}, expected {expected_text}'

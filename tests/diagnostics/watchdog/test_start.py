@@ -13,7 +13,7 @@ KNOWN, HERE = 'node-0:1234', 'localhost:1234'
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The arguments of the watches that are started: address, process, count, secret, is_known."""
+    """The arguments of the watches that are started: address, process, count, secret, is_user_secret."""
     watches: list[tuple[Any, ...]] = []
 
     class Watch:
@@ -27,7 +27,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     monkeypatch.setattr(distributed, 'Watchdog', Watch)
     monkeypatch.setattr(distributed.atexit, 'register', lambda *_: None)
-    monkeypatch.setattr(distributed, '_unwatched', [])
+    monkeypatch.setattr(distributed, '_deferred_watchdogs', [])
     return watches
 
 
@@ -53,10 +53,12 @@ def test_at_the_start(
     started: list[Any],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    distributed._watch_or_wait(distributed._Given(*given), distributed._Unwatched(None, 20.0, secret))
+    distributed._start_or_defer_watchdog(
+        distributed._ProcessSettings(*given), distributed._WatchdogSettings(None, 20.0, secret)
+    )
     address, count, index = given
     assert started == ([(address, index, count, secret, True)] if starts else [])
-    assert len(distributed._unwatched) == later
+    assert len(distributed._deferred_watchdogs) == later
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         'SCALAX_RUN_TOKEN is not set: processes that are stuck are named only from the first call of '
         'should_stop on, and `scalax doctor --run` gets no answer. Set it to one secret for all processes, '
@@ -95,10 +97,10 @@ def test_at_the_first_step(
     monkeypatch.setattr(distributed.jax, 'process_count', lambda: 2)
     monkeypatch.setattr(distributed, 'local_address', lambda: '10.0.0.1:7')
     for process, secret in enumerate((first, second)):
-        given = distributed._Given(*((KNOWN, 2, process) if known else (None, None, None)))
-        distributed._watch_or_wait(given, distributed._Unwatched(None, 20.0, secret))
+        given = distributed._ProcessSettings(*((KNOWN, 2, process) if known else (None, None, None)))
+        distributed._start_or_defer_watchdog(given, distributed._WatchdogSettings(None, 20.0, secret))
         monkeypatch.setattr(distributed.jax, 'process_index', lambda process=process: process)
-        distributed._agree_and_watch(distributed._unwatched.pop())
+        distributed._start_deferred_watchdog(distributed._deferred_watchdogs.pop())
     address = KNOWN if known else '10.0.0.1:7'
     warnings = [text for record in caplog.records if 'is not that' in (text := record.getMessage())]
     if first == second:
