@@ -1,7 +1,7 @@
-"""Batches that a step makes itself, of a key or of environments: where constraints shard them, they begin.
+"""Batches that a step creates itself, from a random key or an environment, and then constrains.
 
-A constraint may also shard weights, gradients and activations. Those depend on state that is sharded already;
-a batch that a step makes does not.
+A sharding constraint may also apply to weights, gradients and activations. But these depend on sharded state,
+whereas a batch that a step creates does not.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from scalax._jaxpr.batch_dependence import BatchDependence
 
 
 class BatchSource(NamedTuple):
-    """A value that is constrained, and does not depend on sharded state.
+    """A constrained value that does not depend on sharded state.
 
     Attributes:
         var: the variable.
-        dim: its first dimension that is sharded, that of the examples.
-        axes: the mesh axes that shard it.
+        dim: its first sharded dimension, which is the batch dimension.
+        axes: the mesh axes that shard this dimension.
     """
 
     var: Any
@@ -32,7 +32,7 @@ class BatchSource(NamedTuple):
 
 
 def batch_sources(jaxpr: Any, sharded: Sequence[bool]) -> list[BatchSource]:
-    """Returns the batches that a step makes.
+    """Returns the batches that a step creates.
 
     Args:
         jaxpr: the jaxpr of the step.
@@ -41,14 +41,14 @@ def batch_sources(jaxpr: Any, sharded: Sequence[bool]) -> list[BatchSource]:
     constraints = [x for x in all_equations(jaxpr) if primitive_name(x) == 'sharding_constraint']
     if not constraints:
         return []
-    depending, found = BatchDependence(jaxpr, sharded), list[BatchSource]()
+    depending, sources = BatchDependence(jaxpr, sharded), list[BatchSource]()
     for equation in constraints:
-        [var], said = equation.outvars, sharding_params(equation)[1]
-        if var in depending or not isinstance(sharding := said.get(0), NamedSharding):
+        [var], out_shardings = equation.outvars, sharding_params(equation)[1]
+        if var in depending or not isinstance(sharding := out_shardings.get(0), NamedSharding):
             continue
         sharded_dims = [
             (dim, axes) for dim, x in enumerate(entries(sharding.spec)) if (axes := entry_axes(x))
         ]
         if sharded_dims:
-            found.append(BatchSource(var, *sharded_dims[0]))
-    return found
+            sources.append(BatchSource(var, *sharded_dims[0]))
+    return sources

@@ -1,7 +1,7 @@
-"""Parts of replicated values: what each device computes of a value that is the same on all of them.
+"""Blocks of replicated values, where each device only needs its own block.
 
-What is broadcast, an iota, drawn of a key, or cheap to compute from other values is computed for a block
-alone. Of everything else a block is cut out.
+A broadcast, an iota, random bits, or a cheap elementwise result is computed for the block alone. Of any other
+value, the block is sliced.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from scalax._jaxpr.dim_rules import CHEAP_ELEMENTWISE, dim_rule
 from scalax._spmd.placements.collectives import BlockAxes, block_index
 
 DimBlock = tuple[int, BlockAxes, int]
-"""A dimension, the axes along which devices have its blocks, and how many blocks there are."""
+"""A dimension, the axes that shard it, and its number of blocks."""
 
 
 def is_computed_by_block(equation: Any) -> bool:
-    """Whether a block of the result of an equation is computed without the rest of it."""
+    """Returns whether an equation can compute a block of its result alone."""
     name = primitive_name(equation)
     return name in CHEAP_ELEMENTWISE or name in ('broadcast_in_dim', 'iota') or depends_on_indices(equation)
 
 
 def block_operand_dims(equation: Any, dim: int) -> dict[int, int]:
-    """Returns the dimensions of operands of which only the block is needed, operand by operand."""
+    """Returns the dimension of each operand that corresponds to a dimension of the result, by operand index.
+
+    Only the matching block of these operands is needed.
+    """
     name = primitive_name(equation)
     if name in ('iota', 'random_bits'):
         return {}
@@ -43,13 +46,13 @@ def block_operand_dims(equation: Any, dim: int) -> dict[int, int]:
 
 
 def block_function(equation: Any, blocks: Sequence[DimBlock]) -> tuple[Callable[..., Any], Any] | None:
-    """Returns a function of the operands that computes blocks of an `iota` or of random bits, and its key.
+    """Returns the function that computes a block of an `iota` or of random bits, and its cache key.
 
-    None if the equation itself computes them, with other parameters.
+    Returns None if the equation itself, with local shapes, computes the block.
 
     Args:
         equation: the equation.
-        blocks: the blocks, at most one of each dimension.
+        blocks: the block along each sharded dimension.
     """
     name = primitive_name(equation)
     shape, dtype = shape_of(equation.outvars[0]), equation.outvars[0].aval.dtype
@@ -67,18 +70,22 @@ def block_function(equation: Any, blocks: Sequence[DimBlock]) -> tuple[Callable[
     return None
 
 
-def _starts(local: Sequence[int], blocks: Sequence[DimBlock], number: Sequence[Any]) -> list[Any]:
-    """The index of the first element of a device's block in each dimension."""
-    starts: list[Any] = [0] * len(local)
+def _starts(
+    local_sizes: Sequence[int], blocks: Sequence[DimBlock], microbatch_index: Sequence[Any]
+) -> list[Any]:
+    """Returns the index of the first element of a device's block in each dimension."""
+    starts: list[Any] = [0] * len(local_sizes)
     for dim, block, _ in blocks:
-        starts[dim] = block_index(block, *number) * local[dim]
+        starts[dim] = block_index(block, *microbatch_index) * local_sizes[dim]
     return starts
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _iota(dtype: Any, axis: int, local: tuple[int, ...], blocks: tuple[DimBlock, ...], *number: Any) -> Any:
-    """A block of an iota along the dimension that it counts."""
-    start = jnp.asarray(_starts(local, blocks, number)[axis], dtype)
+def _iota(
+    dtype: Any, axis: int, local: tuple[int, ...], blocks: tuple[DimBlock, ...], *microbatch_index: Any
+) -> Any:
+    """Computes a block of an iota, sharded along its own dimension."""
+    start = jnp.asarray(_starts(local, blocks, microbatch_index)[axis], dtype)
     return jax.lax.broadcasted_iota(dtype, local, axis) + start
 
 
@@ -89,7 +96,7 @@ def _bits(
     blocks: tuple[DimBlock, ...],
     dtype: Any,
     key: Any,
-    *number: Any,
+    *microbatch_index: Any,
 ) -> Any:
-    """A block of the bits of a key."""
-    return bits_at(key, shape, local, _starts(local, blocks, number), dtype)
+    """Computes a block of the random bits of a key."""
+    return bits_at(key, shape, local, _starts(local, blocks, microbatch_index), dtype)
