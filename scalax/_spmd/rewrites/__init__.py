@@ -1,7 +1,7 @@
-"""Rewrites of a step before it is partitioned: algorithms that run on blocks, for algorithms that do not.
+"""Rewrites of a step before partitioning: they replace algorithms that do not run on local shards.
 
-A rewrite takes the jaxpr of a step for all examples and returns a jaxpr of equal results, also for all
-examples, which `scalax._spmd.partition` partitions better. Each file has one algorithm.
+A rewrite takes the jaxpr of a step, on global arrays, and returns an equivalent jaxpr, also on global arrays,
+that `scalax._spmd.partition` partitions better. Each file has one algorithm.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from scalax._jax.equations import inner_jaxprs, open_jaxpr
 from scalax._jax.primitives import primitive_name
-from scalax._spmd.rewrites.composite_operations import OPENED, open_operations
+from scalax._spmd.rewrites.composite_operations import COMPOSITE_OPS, expand_composite_operations
 from scalax._spmd.rewrites.distributed_matrices import MATRIX_PRIMITIVES, distribute_matrices
 from scalax._spmd.rewrites.facts import StepFacts as StepFacts
 from scalax._spmd.rewrites.flattened_reductions import FLATTENING, unflatten_reductions
@@ -21,22 +21,22 @@ from scalax._spmd.rewrites.inlined_sorts import inline_sorts
 
 Rewrite = Callable[[Any, StepFacts], Any]
 REWRITES: tuple[tuple[frozenset[str], Rewrite], ...] = (
-    (OPENED, open_operations),
+    (COMPOSITE_OPS, expand_composite_operations),
     (frozenset(('scan',)), stack_examples),
     (LOOKUPS, batch_example_indices),
     (FLATTENING, unflatten_reductions),
     (MATRIX_PRIMITIVES, distribute_matrices),
     (frozenset(('ragged_dot_general',)), inline_sorts),
 )
-"""The rewrites in the order in which they run. Each has the primitives that make a step worth its look."""
+"""The rewrites in the order in which they run, each with the primitives that it applies to."""
 
 
 def apply_rewrites(jaxpr: Any, facts: StepFacts) -> Any:
-    """Returns the jaxpr of a step after all rewrites that concern it.
+    """Applies all rewrites whose primitives occur in the jaxpr of a step.
 
     Args:
         jaxpr: the closed jaxpr.
-        facts: what is known of the step.
+        facts: the properties of the step.
     """
     if not REWRITES:
         return jaxpr
@@ -44,14 +44,14 @@ def apply_rewrites(jaxpr: Any, facts: StepFacts) -> Any:
     for names, rewrite in REWRITES:
         if not names.isdisjoint(primitives):
             jaxpr = rewrite(jaxpr, facts)
-            if rewrite is open_operations:
+            if rewrite is expand_composite_operations:
                 primitives = _primitives(jaxpr)
     return jaxpr
 
 
 def _primitives(jaxpr: Any) -> set[str]:
-    """Returns the names of the primitives of a jaxpr and of those inside it."""
-    examples, pending = dict[Any, Any](), [open_jaxpr(jaxpr)]  # of each primitive an equation
+    """Returns the names of the primitives of a jaxpr and of its inner jaxprs."""
+    examples, pending = dict[Any, Any](), [open_jaxpr(jaxpr)]  # primitive -> one of its equations
     seen = {id(pending[0])}
     while pending:
         inner = pending.pop()

@@ -1,13 +1,13 @@
-"""Operations that are made of others, in whose place these others come.
+"""Expansion of composite operations, for which the partitioner has no rule, into calls of their jaxprs.
 
-- A linear solve has four functions, of which three are for its derivatives. After differentiation it is a
-  call of the one that solves.
-- A function with a ``jax.vmap`` of its own (``jax.custom_batching.custom_vmap``) that is still there after
-  the trace is a call of the function.
-- A primitive of ``jax.experimental.hijax``, such as `jax.numpy.searchsorted`, calls what it expands to.
+- A linear solve has four functions, three of which are for its derivatives. After differentiation, it becomes
+  a call of the solver.
+- A remaining function with a custom batching rule (``jax.custom_batching.custom_vmap``) becomes a call of the
+  function.
+- A ``jax.experimental.hijax`` primitive, such as `jax.numpy.searchsorted`, becomes a call of its expansion.
 
-The partitioner knows none of them, and would gather all examples, but it knows what is in them: then a solve
-for each example runs on the device of the example.
+Without a rule, the partitioner would gather all examples. After the expansion, a solve for each example runs
+on the device of the example.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import Rewriter, replace_by_jit, with_source_of
 from scalax._spmd.rewrites.facts import StepFacts
 
-OPENED = frozenset(('custom_linear_solve', 'custom_vmap_call', 'call_hi_primitive'))
+COMPOSITE_OPS = frozenset(('custom_linear_solve', 'custom_vmap_call', 'call_hi_primitive'))
 
 
-def open_operations(jaxpr: Any, facts: StepFacts) -> Any:
-    """Returns a jaxpr that calls what such operations are made of.
+def expand_composite_operations(jaxpr: Any, facts: StepFacts) -> Any:
+    """Expands composite operations in a jaxpr.
 
     Args:
         jaxpr: the closed jaxpr.
-        facts: what is known of the step.
+        facts: the properties of the step.
     """
     del facts
     rewriter: Rewriter
 
     def change(equation: Any) -> Any:
         name = primitive_name(equation)
-        if name not in OPENED:
+        if name not in COMPOSITE_OPS:
             return equation
         if name == 'custom_linear_solve':
             inner, operands = linear_solve_call(equation)
         elif name == 'custom_vmap_call':
             inner, operands = custom_vmap_call(equation)
         else:
-            inner, operands = _expanded(equation), equation.invars
+            inner, operands = _expansion_jaxpr(equation), equation.invars
         return equation if inner is None else replace_by_jit(equation, rewriter.jaxpr(inner), operands)
 
     rewriter = Rewriter(change)
     return rewriter.jaxpr(jaxpr)
 
 
-def _expanded(equation: Any) -> Any:
-    """The closed jaxpr of what a primitive of hijax is made of, in its line; None if it is not known."""
+def _expansion_jaxpr(equation: Any) -> Any:
+    """Returns the closed jaxpr of a hijax primitive, with the line of its equation; None if it has none."""
     function = expansion(equation)
     if function is None or equation.effects:
         return None

@@ -1,4 +1,4 @@
-"""Facts of a step that rewrites take."""
+"""The properties of a step that rewrites use."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from scalax._spmd.values import Argument
 
 
 class StepFacts(NamedTuple):
-    """What is known of a step that is rewritten.
+    """The properties of a step.
 
     Attributes:
-        arguments: the arguments of its jaxpr.
-        results: the layouts of its results; None where any will do.
-        mesh: the mesh, in force, of Auto axes.
-        axes: the mesh axes of the batch, from the major axis to the minor one.
+        arguments: the properties of the arguments of its jaxpr.
+        results: the layouts of its results; None where any layout is fine.
+        mesh: the active mesh, of Auto axes.
+        axes: the mesh axes of the batch, from major to minor.
     """
 
     arguments: Sequence[Argument]

@@ -1,8 +1,8 @@
-"""Reductions of flattened arrays, as in norms of gradients and inner products, without the flattening.
+"""Reductions of flattened arrays, as in gradient norms and inner products, without the flattening.
 
-Flattening mixes a sharded dimension with others, so each device would gather the array. A reduction of all
-elements has no order: where elementwise operations and such reductions alone use what is flattened, they take
-the array as it is, and each device reduces its block.
+Flattening merges a sharded dimension with others, for which each device would gather the array. A full
+reduction does not depend on the order of elements. If only elementwise operations and full reductions use a
+flattened array, they get the original array, and each device reduces its local shard.
 """
 
 from __future__ import annotations
@@ -37,37 +37,37 @@ FLATTENING = frozenset(('reshape',))
 
 
 def unflatten_reductions(jaxpr: Any, facts: StepFacts) -> Any:
-    """Returns a jaxpr that reduces arrays without flattening them; the same jaxpr if it flattens none."""
+    """Removes the flattening of arrays that are reduced. Returns the same jaxpr if there is none."""
     return _Unflattening().jaxpr(jaxpr)
 
 
 class _Unflattening(Rewriter):
-    """Unflattens what is reduced in a jaxpr, and in the jaxprs inside it."""
+    """Removes flattening before reductions in a jaxpr and its inner jaxprs."""
 
     def __init__(self) -> None:
         super().__init__()
 
     def jaxpr(self, jaxpr: Any) -> Any:
-        """Returns a jaxpr, open or closed, that reduces arrays without flattening them."""
+        """Returns a jaxpr, open or closed, without flattening before reductions."""
         if jaxpr in self._known:
             return self._known[jaxpr]
-        flattened = _flattened(open_jaxpr(jaxpr).eqns)
+        flattened = _original_shapes(open_jaxpr(jaxpr).eqns)
         if flattened:
-            # Norms and inner products are functions that JAX has compiled.
+            # jnp.linalg.norm and jnp.vdot are jitted functions.
             jaxpr = inline_calls(
                 jaxpr, lambda call: _is_plain(call) and any(id(x) in flattened for x in call.invars)
             )
-            jaxpr = _unflattened(jaxpr)
+            jaxpr = _without_flattening(jaxpr)
         return super().jaxpr(jaxpr)
 
 
 def _is_plain(call: Any) -> bool:
-    """Whether a call is a `jit` that says nothing of shardings."""
+    """Whether a call is a `jit` without shardings."""
     return primitive_name(call) == 'jit' and not any(sharding_params(call))
 
 
-def _flattened(equations: Sequence[Any]) -> dict[int, tuple[int, ...]]:
-    """The shapes that flattened variables had, by the ids of the variables."""
+def _original_shapes(equations: Sequence[Any]) -> dict[int, tuple[int, ...]]:
+    """Returns the original shapes of flattened variables, by variable id."""
     shapes: dict[int, tuple[int, ...]] = {}
     for equation in equations:
         name = primitive_name(equation)
@@ -76,70 +76,77 @@ def _flattened(equations: Sequence[Any]) -> dict[int, tuple[int, ...]]:
             if len(flat) == 1 < len(shape):
                 shapes[id(equation.outvars[0])] = shape
         elif shapes and name in _ELEMENTWISE:
-            taken = [shapes[id(x)] for x in equation.invars if id(x) in shapes]
+            operand_shapes = [shapes[id(x)] for x in equation.invars if id(x) in shapes]
             shapes.update(
-                {id(var): taken[0] for var in equation.outvars if taken and len(shape_of(var)) == 1}
+                {
+                    id(var): operand_shapes[0]
+                    for var in equation.outvars
+                    if operand_shapes and len(shape_of(var)) == 1
+                }
             )
     return shapes
 
 
-def _unflattened(jaxpr: Any) -> Any:
-    """The jaxpr with other equations in place of those whose operands need not be flattened."""
+def _without_flattening(jaxpr: Any) -> Any:
+    """Returns a jaxpr whose equations use the original arrays instead of flattened ones, where possible."""
     inner = open_jaxpr(jaxpr)
-    shapes = _flattened(inner.eqns)
+    shapes = _original_shapes(inner.eqns)
     for var in inner.outvars:
         shapes.pop(id(var), None)
-    # A variable that something else takes has to be flattened, and so has what is computed with it.
-    while needed := {
+    # Variables with other uses have to be flattened, and so do the operands and results of these equations.
+    while flattened_ids := {
         id(x)
         for equation in inner.eqns
-        if not _takes_unflattened(equation, shapes)
+        if not _accepts_original_shapes(equation, shapes)
         for x in (*equation.invars, *equation.outvars)
         if id(x) in shapes
     }:
-        shapes = {key: shape for key, shape in shapes.items() if key not in needed}
+        shapes = {key: shape for key, shape in shapes.items() if key not in flattened_ids}
     if not shapes:
         return jaxpr
-    arrays: dict[int, Any] = {}
+    originals: dict[int, Any] = {}
     equations = []
     for equation in inner.eqns:
         result = equation.outvars[0] if equation.outvars else None
         if primitive_name(equation) == 'reshape' and id(result) in shapes:
-            arrays[id(result)] = arrays.get(id(equation.invars[0]), equation.invars[0])
-        elif any(id(x) in arrays for x in equation.invars):
-            equations.append(_on_arrays(equation, arrays))
+            originals[id(result)] = originals.get(id(equation.invars[0]), equation.invars[0])
+        elif any(id(x) in originals for x in equation.invars):
+            equations.append(_with_original_arrays(equation, originals))
             if id(result) in shapes:
-                arrays[id(result)] = equations[-1].outvars[0]
+                originals[id(result)] = equations[-1].outvars[0]
         else:
             equations.append(equation)
     return replace_jaxpr(jaxpr, eqns=equations)
 
 
-def _takes_unflattened(equation: Any, shapes: Mapping[int, tuple[int, ...]]) -> bool:
-    """Whether an equation gives the same for arrays of these shapes as for what is flattened of them."""
-    name, taken = primitive_name(equation), {shapes[id(x)] for x in equation.invars if id(x) in shapes}
-    given = {shapes[id(x)] for x in equation.outvars if id(x) in shapes}
-    if name == 'reshape' and not taken:
+def _accepts_original_shapes(equation: Any, shapes: Mapping[int, tuple[int, ...]]) -> bool:
+    """Whether an equation has the same result for arrays of their original shapes."""
+    name, operand_shapes = (
+        primitive_name(equation),
+        {shapes[id(x)] for x in equation.invars if id(x) in shapes},
+    )
+    result_shapes = {shapes[id(x)] for x in equation.outvars if id(x) in shapes}
+    if name == 'reshape' and not operand_shapes:
         return True
-    if not taken and not given:
+    if not operand_shapes and not result_shapes:
         return True
     others = [x for x in equation.invars if id(x) not in shapes]
-    if len(equation.outvars) != 1 or len(taken) != 1:
+    if len(equation.outvars) != 1 or len(operand_shapes) != 1:
         return False
     if name in _ELEMENTWISE:
-        return given == taken and all(not shape_of(x) for x in others)
+        return result_shapes == operand_shapes and all(not shape_of(x) for x in others)
     if name in _REDUCTIONS:
         return (*removed_dims(equation),) == (0,)
     return name == 'dot_general' and not others and not shape_of(equation.outvars[0])
 
 
-def _on_arrays(equation: Any, arrays: Mapping[int, Any]) -> Any:
-    """An equation of arrays in place of one of what is flattened of them."""
-    operands = [x if isinstance(x, Literal) else arrays.get(id(x), x) for x in equation.invars]
+def _with_original_arrays(equation: Any, originals: Mapping[int, Any]) -> Any:
+    """Returns an equation of the original arrays in place of an equation of flattened ones."""
+    operands = [x if isinstance(x, Literal) else originals.get(id(x), x) for x in equation.invars]
     name = primitive_name(equation)
-    changed: dict[str, Any] = {}
+    params: dict[str, Any] = {}
     if name not in _ELEMENTWISE:
         dims = tuple(range(max(len(shape_of(x)) for x in operands)))
-        changed = {'axes': dims} if name in _REDUCTIONS else {'dimension_numbers': ((dims, dims), ((), ()))}
-    new = trace_added_equation(lambda *xs: rebind(equation, *xs, **changed), equation, operands)
-    return new if name in _ELEMENTWISE else with_results(new, equation.outvars)
+        params = {'axes': dims} if name in _REDUCTIONS else {'dimension_numbers': ((dims, dims), ((), ()))}
+    new_equation = trace_added_equation(lambda *xs: rebind(equation, *xs, **params), equation, operands)
+    return new_equation if name in _ELEMENTWISE else with_results(new_equation, equation.outvars)

@@ -1,6 +1,7 @@
-"""Sorts beside what takes their results, in place of the calls of ``jax.jit`` that hold them.
+"""Inlining of sorts, which NumPy functions wrap in ``jax.jit``.
 
-Whether each device may sort its own rows (`scalax._spmd.operations.local_sorts`) shows in one jaxpr only.
+The analysis of whether each device may sort its local rows (`scalax._spmd.operations.local_sorts`) needs the
+sort and the uses of its results in one jaxpr.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from scalax._spmd.rewrites.facts import StepFacts
 
 
 def inline_sorts(jaxpr: Any, facts: StepFacts) -> Any:
-    """Returns the jaxpr with the equations of calls, and of constants of loops, in their place.
+    """Inlines calls, and moves constants of loops into the loops.
 
     Args:
         jaxpr: the closed jaxpr.
-        facts: what is known of the step.
+        facts: the properties of the step.
     """
     del facts
     return inline_and_sink_constants(jaxpr, CONSTANT_OPS)

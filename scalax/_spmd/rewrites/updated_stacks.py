@@ -1,7 +1,7 @@
-"""Stacks that a loop updates, such as a KV cache: sharded inside the loop as they are before and behind it.
+"""Sharding constraints for stacks that a loop updates, such as a KV cache, along the Auto axes.
 
-Left to the compiler, the dimensions of such a stack that are not the batch's would be sharded as the rounds
-use them, and moved back at the end of each round: the entire stack is sent.
+Without them, the compiler may reshard the dimensions of such a stack for the body of the loop, and back at
+the end of each iteration, which sends the entire stack.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scalax._jax.primitives import primitive_name
 from scalax._jax.rewriting import make_constraint, replace_jaxpr, with_jaxprs, with_operands
 from scalax._jax.tracing import trace_context
 
-# With `reshard`, which JAX puts into jnp.where under a mesh, and which moves nothing along Auto axes.
+# jnp.where contains a `reshard` under a mesh, which does nothing along Auto axes.
 _UPDATES = frozenset(
     ('copy', 'dynamic_update_slice', 'name', 'reshard', 'scatter', 'scatter-add', 'select_n')
 )
@@ -26,101 +26,109 @@ Shardings = Sequence[NamedSharding | None]
 
 
 def constrain_updated_stacks(
-    jaxpr: Any, given: Shardings, returned: Shardings, mesh: Mesh | AbstractMesh
+    jaxpr: Any, in_shardings: Shardings, out_shardings: Shardings, mesh: Mesh | AbstractMesh
 ) -> Any:
-    """Constrains the elements of stacks that a loop takes and returns updated, where both ends agree.
+    """Constrains the elements of stacks that a loop updates, if input and output have the same sharding.
 
     Args:
         jaxpr: the jaxpr.
-        given: the shardings of its arguments, None for those that the compiler places.
-        returned: the shardings of its results, likewise.
-        mesh: the mesh of the constraints. It is in force.
+        in_shardings: the shardings of its arguments; None for those that the compiler decides.
+        out_shardings: the shardings of its results; None for those that the compiler decides.
+        mesh: the mesh of the constraints, which is active.
 
     Returns:
         The jaxpr; the same object if nothing is constrained.
     """
     inner = open_jaxpr(jaxpr)
-    before = _specs(inner.invars, given)
-    behind = _specs(inner.outvars, returned)
-    if not before or not behind:
+    in_specs = _specs(inner.invars, in_shardings)
+    out_specs = _specs(inner.outvars, out_shardings)
+    if not in_specs or not out_specs:
         return jaxpr
-    new = [_placed(equation, before, behind, mesh) for equation in inner.eqns]
-    if all(one is other for one, other in zip(new, inner.eqns, strict=True)):
+    new = [_with_inner_constraints(equation, in_specs, out_specs, mesh) for equation in inner.eqns]
+    if all(new_equation is other for new_equation, other in zip(new, inner.eqns, strict=True)):
         return jaxpr
     return replace_jaxpr(jaxpr, eqns=new)
 
 
 def _specs(atoms: Sequence[Any], shardings: Shardings) -> dict[int, PartitionSpec]:
-    """The specs of variables, by their ids."""
+    """Returns the specs of variables, by variable id."""
     pairs = zip(atoms, shardings, strict=True)
     return {id(atom): canonical(sharding.spec) for atom, sharding in pairs if sharding is not None}
 
 
-def _placed(
+def _with_inner_constraints(
     equation: Any,
-    before: Mapping[int, PartitionSpec],
-    behind: Mapping[int, PartitionSpec],
+    in_specs: Mapping[int, PartitionSpec],
+    out_specs: Mapping[int, PartitionSpec],
     mesh: Mesh | AbstractMesh,
 ) -> Any:
-    """An equation with constraints in its jaxpr, if it is a loop over stacks, or a call that holds one."""
+    """Adds constraints inside an equation if it is a loop over stacks, or a call that contains one."""
     name = primitive_name(equation)
     if name in CALLS:
-        given = [_sharding(before.get(id(atom)), mesh) for atom in equation.invars]
-        returned = [_sharding(behind.get(id(var)), mesh) for var in equation.outvars]
-        return with_jaxprs(equation, constrain_updated_stacks(call_jaxpr(equation), given, returned, mesh))
+        in_shardings = [_sharding(in_specs.get(id(atom)), mesh) for atom in equation.invars]
+        out_shardings = [_sharding(out_specs.get(id(var)), mesh) for var in equation.outvars]
+        return with_jaxprs(
+            equation, constrain_updated_stacks(call_jaxpr(equation), in_shardings, out_shardings, mesh)
+        )
     if name != 'scan':
         return equation
     loop = loop_of(equation)
     body = open_jaxpr(loop.body)
     stacks = dict(zip(map(id, loop.split(body.invars)[2]), loop.split(equation.invars)[2], strict=True))
-    made = {id(var) for inside in body.eqns for var in inside.outvars}
-    wanted: dict[int, NamedSharding] = {}
+    computed = {id(var) for inside in body.eqns for var in inside.outvars}
+    element_shardings: dict[int, NamedSharding] = {}
     for var, element in zip(equation.outvars[loop.num_carry :], body.outvars[loop.num_carry :], strict=True):
-        spec = behind.get(id(var))
-        if spec is None or id(element) not in made:
+        spec = out_specs.get(id(var))
+        if spec is None or id(element) not in computed:
             continue
-        updated = [stacks[id(argument)] for argument in _updated(body, element) if id(argument) in stacks]
+        updated_stacks = [
+            stacks[id(argument)] for argument in _updated_arguments(body, element) if id(argument) in stacks
+        ]
         padded = (*entries(spec), *[None] * (len(shape_of(var)) - len(entries(spec))))
-        if not entry_axes(padded[0]) and any(before.get(id(stack)) == spec for stack in updated):
-            wanted[id(element)] = NamedSharding(mesh, PartitionSpec(*padded[1:]))
-    return with_jaxprs(equation, _with_constraints(loop.body, wanted)) if wanted else equation
+        if not entry_axes(padded[0]) and any(in_specs.get(id(stack)) == spec for stack in updated_stacks):
+            element_shardings[id(element)] = NamedSharding(mesh, PartitionSpec(*padded[1:]))
+    return (
+        with_jaxprs(equation, _with_constraints(loop.body, element_shardings))
+        if element_shardings
+        else equation
+    )
 
 
 def _sharding(spec: PartitionSpec | None, mesh: Mesh | AbstractMesh) -> NamedSharding | None:
     return None if spec is None else NamedSharding(mesh, spec)
 
 
-def _updated(jaxpr: Any, element: Any) -> Iterator[Any]:
-    """The arguments of a jaxpr of which one of its values is an update."""
+def _updated_arguments(jaxpr: Any, element: Any) -> Iterator[Any]:
+    """Yields the arguments of a jaxpr that a value is an update of."""
     arguments = {*map(id, jaxpr.invars)}
-    makers = {id(var): equation for equation in jaxpr.eqns for var in equation.outvars}
+    producers = {id(var): equation for equation in jaxpr.eqns for var in equation.outvars}
     atoms = [element]
     while atoms:
         atom = atoms.pop()
-        maker = makers.get(id(atom))
+        producer = producers.get(id(atom))
         if id(atom) in arguments:
             yield atom
-        elif maker is not None and primitive_name(maker) in CALLS:  # such as jnp.where
-            inner = open_jaxpr(call_jaxpr(maker))
-            result = inner.outvars[[*map(id, maker.outvars)].index(id(atom))]
-            operands = dict(zip(map(id, inner.invars), maker.invars, strict=True))
-            atoms += [operands[id(argument)] for argument in _updated(inner, result)]
-        elif maker is not None and primitive_name(maker) in _UPDATES:
-            atoms += [operand for operand in maker.invars if shape_of(operand) == shape_of(element)]
+        elif producer is not None and primitive_name(producer) in CALLS:  # such as jnp.where
+            inner = open_jaxpr(call_jaxpr(producer))
+            result = inner.outvars[[*map(id, producer.outvars)].index(id(atom))]
+            operands = dict(zip(map(id, inner.invars), producer.invars, strict=True))
+            atoms += [operands[id(argument)] for argument in _updated_arguments(inner, result)]
+        elif producer is not None and primitive_name(producer) in _UPDATES:
+            atoms += [operand for operand in producer.invars if shape_of(operand) == shape_of(element)]
 
 
-def _with_constraints(jaxpr: Any, wanted: Mapping[int, NamedSharding]) -> Any:
-    """The jaxpr of a round in which some variables are constrained where they are made."""
-    names: dict[int, Any] = {}
+def _with_constraints(jaxpr: Any, shardings: Mapping[int, NamedSharding]) -> Any:
+    """Returns the body of a loop with constraints after the equations that compute some variables."""
+    renamed: dict[int, Any] = {}
     new: list[Any] = []
     context = trace_context()
     for equation in open_jaxpr(jaxpr).eqns:
-        if not names.keys().isdisjoint(map(id, equation.invars)):
-            equation = with_operands(equation, [names.get(id(atom), atom) for atom in equation.invars])
+        if not renamed.keys().isdisjoint(map(id, equation.invars)):
+            equation = with_operands(equation, [renamed.get(id(atom), atom) for atom in equation.invars])
         new.append(equation)
         for var in equation.outvars:
-            if id(var) in wanted:
-                new.append(make_constraint(var, wanted[id(var)], equation, context))
-                names[id(var)] = new[-1].outvars[0]
-    results = [names.get(id(atom), atom) for atom in open_jaxpr(jaxpr).outvars]
+            if id(var) in shardings:
+                new.append(make_constraint(var, shardings[id(var)], equation, context))
+                renamed[id(var)] = new[-1].outvars[0]
+    results = [renamed.get(id(atom), atom) for atom in open_jaxpr(jaxpr).outvars]
     return replace_jaxpr(jaxpr, eqns=new, outvars=results)
