@@ -19,7 +19,7 @@ pytestmark = pytest.mark.medium
 @pytest.fixture(autouse=True)
 def free_exchanges(monkeypatch):
     """As if collectives had no latency: these matrices are small."""
-    monkeypatch.setattr(matrices, '_EXCHANGE', 0)
+    monkeypatch.setattr(matrices, '_EXCHANGE_LATENCY', 0)
 
 
 def initial(layers, stacked):
@@ -176,7 +176,7 @@ def test_replicas_of_shards():
 def test_replicated_weights(monkeypatch):
     """Each device takes some matrices, which sends nothing, and all of them are gathered, if that pays."""
     optimizer = muon(1e-2, muon_weight_dimension_numbers=numbers)
-    monkeypatch.setattr(matrices, 'PER_BYTE', 0)
+    monkeypatch.setattr(matrices, 'SECONDS_PER_BYTE', 0)
     step, run, one_device = run_step(optimizer, initial(3, False), replicate=True)
     assert of_the_optimizer(step) == {'all_gather': 2}
     with jax.default_matmul_precision('highest'):

@@ -418,7 +418,7 @@ def random_key_of_the_first_round_on_all_devices(helper: MeshShardingHelper) -> 
     return _over_rows(helper, each, jax.random.key(0))
 
 
-@seeded(('dynamic_slice',), (indexed_loops, '_is_number', always(True)))
+@seeded(('dynamic_slice',), (indexed_loops, '_is_row_index', always(True)))
 def row_of_another_number(helper: MeshShardingHelper) -> Step:
     """A loop that takes the last example first gets the first one."""
 
@@ -442,7 +442,7 @@ def _next_ones(function: Any, stack: Any, scalars: Any) -> Any:
 matrices_of_stack = matrices._of_stack
 
 
-@seeded(('mul',), (matrices, '_pays', always(True)), (matrices, '_of_stack', _next_ones))
+@seeded(('mul',), (matrices, '_is_faster', always(True)), (matrices, '_apply_to_stack', _next_ones))
 def matrices_given_back_to_others(helper: MeshShardingHelper) -> Step:
     """Devices compute entire matrices of an optimizer, and each matrix gets that of its neighbour."""
 

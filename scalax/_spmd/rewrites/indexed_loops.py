@@ -1,13 +1,13 @@
-"""Loops that read rows by the number of the round, `x[i]`: the rows become a stack that the loop runs over.
+"""Loops that index rows by the iteration, `x[i]`: the rows become xs of the scan.
 
-Only the device that has an example could read it by its number; of a stack, each device runs over its own
-block. Rows that each round writes, ``c.at[i].set(row)``, or adds, as the gradient of `x[i]` does, become
-results of the rounds. Several rows may be read or written at once, as a microbatch is:
+Only the device that holds an example could read it by index, whereas each device can scan over its local
+shard of xs. Rows that an iteration writes, ``c.at[i].set(row)``, or adds, as the gradient of `x[i]` does,
+become ys. An iteration may read or write several rows, such as a microbatch:
 ``jax.lax.dynamic_slice_in_dim(x, i * k, k)``.
 
-The number is counted by the loop, or is an element of ``jnp.arange``. JAX computes others of it, such as
-``i + n`` where `i` is negative; these integers are computed here, for all rounds. A loop that reads rows in
-another order, such as the last row first, stays as it is.
+The index is counted by the loop, or is an element of ``jnp.arange``. JAX also computes indices from it, such
+as ``i + n`` for negative `i`; the rewrite evaluates these integers for all iterations. A loop that indexes
+rows in another order, such as in reverse, stays as it is.
 """
 
 from __future__ import annotations
@@ -50,277 +50,300 @@ from scalax._jaxpr.user_shardings import user_shardings_of
 from scalax._spmd.batch.batch_dims import BatchDims
 from scalax._spmd.rewrites.facts import StepFacts
 
-# Of more rounds the numbers are not computed.
-_MOST = 2**20
-# Loops in loops are rewritten one after the other.
-_MOST_PASSES = 4
+# The longest loop whose indices are evaluated.
+_MAX_LENGTH = 2**20
+# Nested loops are rewritten from pass to pass.
+_MAX_PASSES = 4
 _INDEXED = frozenset(('dynamic_slice', 'dynamic_update_slice', 'gather', 'scatter', 'scatter-add'))
 
 
-_IsOwn = Callable[[Any, int], bool]
-"""Whether a value is the number of the first of so many rows of the round."""
-_Filter = Callable[[Any], bool]
+_IsRowIndex = Callable[[Any, int], bool]
+"""Whether a value is the index of the first of *count* rows of the iteration."""
+_LoopFilter = Callable[[Any], bool]
 """Whether a `scan` is rewritten."""
 
 
 def stack_examples(jaxpr: Any, facts: StepFacts) -> Any:
-    """Returns the jaxpr of a step with stacks in place of the examples that loops read or write by number.
+    """Turns examples that loops index into xs and ys of the loops.
 
     Args:
         jaxpr: the closed jaxpr.
-        facts: what is known of the step.
+        facts: the properties of the step.
     """
-    if not any(map(_is_indexed, all_equations(jaxpr))):
+    if not any(map(_indexes_rows, all_equations(jaxpr))):
         return jaxpr
     placements = [argument.placements for argument in facts.arguments]
     sizes = [facts.mesh.shape[axis] for axis in facts.axes]
-    for _ in range(_MOST_PASSES):
-        before, batch_dims = jaxpr, BatchDims(jaxpr, placements, sizes)
+    for _ in range(_MAX_PASSES):
+        previous, batch_dims = jaxpr, BatchDims(jaxpr, placements, sizes)
         jaxpr = with_stacks(
-            jaxpr, functools.partial(_has_examples, batch_dims, _split_examples(jaxpr, batch_dims))
+            jaxpr, functools.partial(_has_examples, batch_dims, _split_batch_ids(jaxpr, batch_dims))
         )
-        if jaxpr is before:
+        if jaxpr is previous:
             break
     return jaxpr
 
 
-def _is_indexed(equation: Any) -> bool:
-    """Whether an equation is a loop that reads or writes something by number."""
+def _indexes_rows(equation: Any) -> bool:
+    """Whether an equation is a `scan` that indexes an array."""
     return primitive_name(equation) == 'scan' and any(
-        primitive_name(inside) in _INDEXED for inside in all_equations(loop_of(equation).body)
+        primitive_name(inner_equation) in _INDEXED for inner_equation in all_equations(loop_of(equation).body)
     )
 
 
-def _split_examples(jaxpr: Any, batch_dims: BatchDims) -> set[int]:
-    """Returns the variables, by id, whose first dimension is the first part of a dimension of examples."""
-    found = set()
+def _split_batch_ids(jaxpr: Any, batch_dims: BatchDims) -> set[int]:
+    """Returns the ids of variables whose first dimension is the first part of a split batch dimension."""
+    split_ids = set()
     for equation in all_equations(jaxpr):
         if primitive_name(equation) == 'reshape':
             batch = batch_dims.dims(equation.invars[0])
-            if any(0 in new and not batch.isdisjoint(old) for old, new in reshape_groups(equation)):
-                found.add(id(equation.outvars[0]))
-    return found
+            if any(
+                0 in new_dims and not batch.isdisjoint(old_dims)
+                for old_dims, new_dims in reshape_groups(equation)
+            ):
+                split_ids.add(id(equation.outvars[0]))
+    return split_ids
 
 
-def _has_examples(batch_dims: BatchDims, split: Container[int], equation: Any) -> bool:
-    """Whether a loop reads or carries something whose first dimension is one of examples."""
-    constants, state, _ = loop_of(equation).split(equation.invars)
+def _has_examples(batch_dims: BatchDims, split_ids: Container[int], equation: Any) -> bool:
+    """Whether a loop has consts or a carry whose first dimension is a batch dimension."""
+    consts, carry, _ = loop_of(equation).split(equation.invars)
     return any(
-        id(atom) in split or 0 in batch_dims.dims(atom)
-        for atom in (*constants, *state, *equation.outvars[: len(state)])
+        id(atom) in split_ids or 0 in batch_dims.dims(atom)
+        for atom in (*consts, *carry, *equation.outvars[: len(carry)])
         if shape_of(atom)
     )
 
 
-def with_stacks(jaxpr: Any, is_rewritten: _Filter = lambda equation: True) -> Any:
-    """Returns the jaxpr with stacks in place of rows that loops read or write by number.
+def with_stacks(jaxpr: Any, is_rewritten: _LoopFilter = lambda equation: True) -> Any:
+    """Turns rows that loops index into xs and ys of the loops.
 
     Args:
-        jaxpr: the jaxpr; returned itself if it has no such loop.
+        jaxpr: the jaxpr. Without such loops, the same object is returned.
         is_rewritten: which loops are rewritten.
     """
     return _with_stacks(jaxpr, [None] * len(open_jaxpr(jaxpr).invars), is_rewritten)[0]
 
 
 def _with_stacks(
-    jaxpr: Any, given: Sequence[IntegerValues | None], is_rewritten: _Filter
+    jaxpr: Any, arguments: Sequence[IntegerValues | None], is_rewritten: _LoopFilter
 ) -> tuple[Any, StaticIntegers]:
-    """The jaxpr with stacks in place of rows, and its integers, given those of its arguments."""
-    inner, changed = open_jaxpr(jaxpr), []
-    numbers = StaticIntegers(inner, iotas=True)
-    numbers.set(inner.invars, given)
+    """Rewrites the loops of a jaxpr, given the static integers among its arguments.
+
+    Returns:
+        The jaxpr, and its static integers.
+    """
+    inner, equations = open_jaxpr(jaxpr), []
+    integers = StaticIntegers(inner, iotas=True)
+    integers.set(inner.invars, arguments)
     for equation in inner.eqns:
         name = primitive_name(equation)
         if name in CALLS:
-            body, inside = _with_stacks(
-                call_jaxpr(equation), [*map(numbers.of, equation.invars)], is_rewritten
+            body, body_integers = _with_stacks(
+                call_jaxpr(equation), [*map(integers.of, equation.invars)], is_rewritten
             )
-            numbers.set(equation.outvars, [*map(inside.of, open_jaxpr(body).outvars)])
+            integers.set(equation.outvars, [*map(body_integers.of, open_jaxpr(body).outvars)])
             equation = with_jaxprs(equation, body)
         elif name == 'scan':
-            equation, found = _scan(equation, [*map(numbers.of, equation.invars)], is_rewritten)
-            numbers.set(equation.outvars, found)
-        changed.append(equation)
-    same = all(map(operator.is_, changed, inner.eqns))
-    return jaxpr if same else replace_jaxpr(jaxpr, eqns=changed), numbers
+            equation, results = _scan(equation, [*map(integers.of, equation.invars)], is_rewritten)
+            integers.set(equation.outvars, results)
+        equations.append(equation)
+    same = all(map(operator.is_, equations, inner.eqns))
+    return jaxpr if same else replace_jaxpr(jaxpr, eqns=equations), integers
 
 
 def _scan(
-    equation: Any, operands: Sequence[IntegerValues | None], is_rewritten: _Filter
+    equation: Any, operands: Sequence[IntegerValues | None], is_rewritten: _LoopFilter
 ) -> tuple[Any, Sequence[IntegerValues | None]]:
-    """A loop with stacks in place of rows, and the integers of its results."""
+    """Rewrites a `scan`, and returns it with the static integers of its results."""
     loop, options = loop_of(equation), scan_options(equation)
     length = loop.length or 0
     results: list[IntegerValues | None] = [None] * len(equation.outvars)
-    if not 0 < length <= _MOST:
+    if not 0 < length <= _MAX_LENGTH:
         return equation, results
-    rows = np.arange(length)
-    body = inline_calls(loop.body, functools.partial(_may_take_rows, length=length))
-    (atoms, first, _), (constants, _, stacks) = map(loop.split, (equation.invars, operands))
-    counters = [] if options['reverse'] else _counters(loop._replace(body=body), first, rows)
-    counted = [rows.astype(x.aval.dtype) if i in counters else None for i, x in enumerate(first)]
-    elements = [None if x is None or x.shape != rows.shape else x for x in stacks]
-    same = [None if size_of(atom) == 1 else x for atom, x in zip(atoms, constants, strict=True)]
-    inside, numbers = _with_stacks(body, [*same, *counted, *elements], is_rewritten)
-    found = [numbers.of(x) if size_of(x) == 1 else None for x in open_jaxpr(inside).outvars[loop.num_carry :]]
-    results[loop.num_carry :] = [None if x is None else np.broadcast_to(x, rows.shape) for x in found]
-    if not open_jaxpr(inside).effects and is_rewritten(equation):
-        is_own = functools.partial(_is_number, numbers, rows)
-        changed = _by_number(loop._replace(body=inside), is_own, counters, options)
-        if changed is not None:
-            return trace_equation(jax.jit(changed), equation), results
-    return equation if inside is body else with_jaxprs(equation, inside), results
+    indices = np.arange(length)
+    body = inline_calls(loop.body, functools.partial(_may_index_rows, length=length))
+    (atoms, init, _), (const_integers, _, xs_integers) = map(loop.split, (equation.invars, operands))
+    counters = [] if options['reverse'] else _counters(loop._replace(body=body), init, indices)
+    counter_integers = [indices.astype(x.aval.dtype) if i in counters else None for i, x in enumerate(init)]
+    element_integers = [None if x is None or x.shape != indices.shape else x for x in xs_integers]
+    scalar_consts = [None if size_of(atom) == 1 else x for atom, x in zip(atoms, const_integers, strict=True)]
+    new_body, integers = _with_stacks(
+        body, [*scalar_consts, *counter_integers, *element_integers], is_rewritten
+    )
+    ys_integers = [
+        integers.of(x) if size_of(x) == 1 else None for x in open_jaxpr(new_body).outvars[loop.num_carry :]
+    ]
+    results[loop.num_carry :] = [
+        None if x is None else np.broadcast_to(x, indices.shape) for x in ys_integers
+    ]
+    if not open_jaxpr(new_body).effects and is_rewritten(equation):
+        is_row_index = functools.partial(_is_row_index, integers, indices)
+        new_loop = _with_stacked_rows(loop._replace(body=new_body), is_row_index, counters, options)
+        if new_loop is not None:
+            return trace_equation(jax.jit(new_loop), equation), results
+    return equation if new_body is body else with_jaxprs(equation, new_body), results
 
 
-def _is_number(numbers: StaticIntegers, rows: IntegerValues, atom: Any, count: int) -> bool:
-    """Whether a value of a round is the number of the first of so many rows of the round."""
-    values = numbers.of(atom)
-    return values is not None and np.array_equal(values, rows * count)
+def _is_row_index(integers: StaticIntegers, indices: IntegerValues, atom: Any, count: int) -> bool:
+    """Whether a value in an iteration is the index of the first of *count* rows of the iteration."""
+    values = integers.of(atom)
+    return values is not None and np.array_equal(values, indices * count)
 
 
-def _may_take_rows(call: Any, length: int) -> bool:
-    """Whether a call may take rows of an array of so many, or write to one."""
-    # Inlined, these would have the gradient of their equations in place of their own, if one is taken later.
+def _may_index_rows(call: Any, length: int) -> bool:
+    """Whether a call may index rows of an array that has *length* times as many."""
+    # Inlined, they would lose their custom gradients.
     if primitive_name(call) in OWN_GRADIENTS:
         return False
-    inside = [each for each in all_equations(call_jaxpr(call)) if primitive_name(each) in _INDEXED]
-    has_rows = any(_rows_of_round(each.invars[0], length) for each in inside)
+    indexing = [
+        equation for equation in all_equations(call_jaxpr(call)) if primitive_name(equation) in _INDEXED
+    ]
+    has_rows = any(_rows_per_iteration(equation.invars[0], length) for equation in indexing)
     return has_rows and not any(user_shardings_of(call))
 
 
-def _rows_of_round(atom: Any, length: int) -> int:
-    """How many rows of an array each of so many rounds has; 0 if that is no whole number."""
+def _rows_per_iteration(atom: Any, length: int) -> int:
+    """Returns the number of rows of an array for each iteration; 0 if they do not divide evenly."""
     rows = (shape_of(atom) or (0,))[0]
     return 0 if rows % length else rows // length
 
 
-def _counters(loop: Loop, first: Sequence[Any], rows: IntegerValues) -> Sequence[int]:
-    """Which carried values count the rounds, from zero on."""
-    body, found = open_jaxpr(loop.body), []
-    known = StaticIntegers(body)
+def _counters(loop: Loop, init: Sequence[Any], indices: IntegerValues) -> Sequence[int]:
+    """Returns the indices of the carried values that count iterations from zero."""
+    body, counters = open_jaxpr(loop.body), []
+    integers = StaticIntegers(body)
     for i, var in enumerate(loop.split(body.invars)[1]):
-        if isinstance(first[i], Literal) and not first[i].val:
+        if isinstance(init[i], Literal) and not init[i].val:
             dtype = var.aval.dtype
-            known.reset([var], [rows.astype(dtype)])
-            after = known.of(body.outvars[i])
-            if after is not None and np.array_equal(after, (rows + 1).astype(dtype)):
-                found.append(i)
-    return found
+            integers.reset([var], [indices.astype(dtype)])
+            after = integers.of(body.outvars[i])
+            if after is not None and np.array_equal(after, (indices + 1).astype(dtype)):
+                counters.append(i)
+    return counters
 
 
-def _by_number(
-    loop: Loop, is_own: _IsOwn, counters: Sequence[int], options: Mapping[str, Any]
+def _with_stacked_rows(
+    loop: Loop, is_row_index: _IsRowIndex, counters: Sequence[int], options: Mapping[str, Any]
 ) -> Callable[..., Any] | None:
-    """A loop with stacks in place of rows, as a function of its operands; None if it has no such rows.
+    """Returns a rewritten loop as a function of its operands; None if it indexes no rows.
 
     Args:
         loop: the loop.
-        is_own: whether a value is the number of the first of so many rows of the round.
-        counters: which carried values count the rounds, from zero on.
-        options: those of `jax.lax.scan`.
+        is_row_index: whether a value is the index of the first of *count* rows of the iteration.
+        counters: the indices of the carried values that count iterations from zero.
+        options: the options of `jax.lax.scan`.
     """
     body, length = open_jaxpr(loop.body), loop.length or 0
-    constants, state, elements = loop.split(body.invars)
-    outputs, makers = body.outvars[: loop.num_carry], producers_of(body)
-    puts = [
-        _written(makers, var, out, is_own, _rows_of_round(var, length))
-        for var, out in zip(state, outputs, strict=True)
+    consts, carry, xs = loop.split(body.invars)
+    carry_out, producers = body.outvars[: loop.num_carry], producers_of(body)
+    writes_by_carry = [
+        _written_rows(producers, var, out, is_row_index, _rows_per_iteration(var, length))
+        for var, out in zip(carry, carry_out, strict=True)
     ]
-    written = {i: each for i, each in enumerate(puts) if each}
-    # Of these each row is what it was before the loop, until the round that takes it.
-    sources = {id(var): i for i, var in enumerate(constants)}
-    for i, var in enumerate(state):
-        if i in written or outputs[i] is var:
+    writes = {i: rows for i, rows in enumerate(writes_by_carry) if rows}
+    # Each row of these arrays is unchanged until the iteration that reads it.
+    sources = {id(var): i for i, var in enumerate(consts)}
+    for i, var in enumerate(carry):
+        if i in writes or carry_out[i] is var:
             sources[id(var)] = loop.num_consts + i
-    read = [
-        (sources[id(each.invars[0])], each.outvars[0])
-        for each in body.eqns
-        if each.invars and id(each.invars[0]) in sources and _reads(each, is_own, length)
+    reads = [
+        (sources[id(eqn.invars[0])], eqn.outvars[0])
+        for eqn in body.eqns
+        if eqn.invars and id(eqn.invars[0]) in sources and _reads_rows(eqn, is_row_index, length)
     ]
-    kept = [i for i in range(loop.num_carry) if i not in written and i not in counters]
-    carried, taken = [state[i] for i in (*kept, *counters)], [var for _, var in read]
-    results = [*[outputs[i] for i in kept], *[row for each in written.values() for row, _ in each]]
+    other_carry = [i for i in range(loop.num_carry) if i not in writes and i not in counters]
+    new_carry, read_vars = [carry[i] for i in (*other_carry, *counters)], [var for _, var in reads]
+    results = [*[carry_out[i] for i in other_carry], *[row for rows in writes.values() for row, _ in rows]]
     results += body.outvars[loop.num_carry :]
-    rounds = extract_subjaxpr(loop.body, [*constants, *carried, *elements, *taken], results)
-    used = {id(x) for each in open_jaxpr(rounds).eqns for x in each.invars} | {*map(id, results)}
-    if not (read or written or counters) or any(id(state[i]) in used for i in written):
+    new_body = extract_subjaxpr(loop.body, [*consts, *new_carry, *xs, *read_vars], results)
+    used_ids = {id(x) for eqn in open_jaxpr(new_body).eqns for x in eqn.invars} | {*map(id, results)}
+    if not (reads or writes or counters) or any(id(carry[i]) in used_ids for i in writes):
         return None
-    links = [(i, is_added) for i, each in written.items() for _, is_added in each]
+    ys_targets = [(i, is_added) for i, rows in writes.items() for _, is_added in rows]
 
-    def by_number(*operands: Any) -> list[Any]:
-        given, first, stacks = loop.split(operands)
+    def scan_over_rows(*operands: Any) -> list[Any]:
+        const_values, init, xs_values = loop.split(operands)
 
-        def step(state: Sequence[Any], elements: Sequence[Any]) -> tuple[Any, Any]:
-            results = eval_jaxpr(rounds, [*given, *state, *elements])
-            return results[: len(kept)], results[len(kept) :]
+        def body_fn(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[Any, Any]:
+            results = eval_jaxpr(new_body, [*const_values, *carry, *xs])
+            return results[: len(other_carry)], results[len(other_carry) :]
 
-        counted = [jnp.arange(length).astype(first[i].dtype) for i in counters]
-        own = [operands[place].reshape(length, *shape_of(var)) for place, var in read]
-        elements = [*counted, *stacks, *own]
-        state, stacked = jax.lax.scan(step, [first[i] for i in kept], elements, length, **options)
-        found = dict(zip(kept, state, strict=True))
-        found |= {i: jnp.asarray(length).astype(first[i].dtype) for i in counters}
-        found |= {i: first[i] for i in written}
-        for (i, is_added), x in zip(links, stacked, strict=False):
-            rows = x.reshape(first[i].shape)
-            found[i] = found[i] + rows if is_added else rows
-        return [*[found[i] for i in range(loop.num_carry)], *stacked[len(links) :]]
+        counter_xs = [jnp.arange(length).astype(init[i].dtype) for i in counters]
+        row_xs = [operands[operand].reshape(length, *shape_of(var)) for operand, var in reads]
+        xs = [*counter_xs, *xs_values, *row_xs]
+        carry, ys = jax.lax.scan(body_fn, [init[i] for i in other_carry], xs, length, **options)
+        final_carry = dict(zip(other_carry, carry, strict=True))
+        final_carry |= {i: jnp.asarray(length).astype(init[i].dtype) for i in counters}
+        final_carry |= {i: init[i] for i in writes}
+        for (i, is_added), x in zip(ys_targets, ys, strict=False):
+            rows = x.reshape(init[i].shape)
+            final_carry[i] = final_carry[i] + rows if is_added else rows
+        return [*[final_carry[i] for i in range(loop.num_carry)], *ys[len(ys_targets) :]]
 
-    return by_number
+    return scan_over_rows
 
 
-def _reads(equation: Any, is_own: _IsOwn, length: int) -> bool:
-    """Whether an equation reads the rows of the round, all of them."""
-    name, count = primitive_name(equation), _rows_of_round(equation.invars[0], length)
-    if name not in ('dynamic_slice', 'gather') or not count or not is_own(equation.invars[1], count):
+def _reads_rows(equation: Any, is_row_index: _IsRowIndex, length: int) -> bool:
+    """Whether an equation reads all rows of the iteration."""
+    name, count = primitive_name(equation), _rows_per_iteration(equation.invars[0], length)
+    if name not in ('dynamic_slice', 'gather') or not count or not is_row_index(equation.invars[1], count):
         return False
-    row, found = shape_of(equation.invars[0])[1:], shape_of(equation.outvars[0])
+    row_shape, result_shape = shape_of(equation.invars[0])[1:], shape_of(equation.outvars[0])
     if name == 'dynamic_slice':
-        return found == (count, *row)
-    return count == 1 and found == row and is_row_gather(equation)
+        return result_shape == (count, *row_shape)
+    return count == 1 and result_shape == row_shape and is_row_gather(equation)
 
 
-def _written(
-    makers: Mapping[int, Any], var: Any, out: Any, is_own: _IsOwn, count: int
+def _written_rows(
+    producers: Mapping[int, Any], var: Any, out: Any, is_row_index: _IsRowIndex, count: int
 ) -> Sequence[tuple[Any, bool]] | None:
-    """The rows that a round writes to an array one after the other, each with whether it is added.
+    """Returns the rows that an iteration successively writes to an array, each with whether it is added.
 
     Args:
-        makers: the equations of the values.
+        producers: the equation that computes each variable, by variable id.
         var: the array; None for zeros.
-        out: what becomes of it.
-        is_own: whether a value is the number of the first of so many rows of the round.
-        count: how many rows each round has; 0 if rows do not divide by rounds.
+        out: the array after the iteration.
+        is_row_index: whether a value is the index of the first of *count* rows of the iteration.
+        count: the number of rows of each iteration; 0 if they do not divide evenly.
 
     Returns:
-        None if more than the row of the round may differ.
+        The rows, or None if the iteration may change other rows.
     """
-    made: Any = makers.get(id(out))
-    if out is var or (var is None and _is_zero(made)):
+    producer: Any = producers.get(id(out))
+    if out is var or (var is None and _creates_zeros(producer)):
         return []
-    name = '' if made is None else primitive_name(made)
+    name = '' if producer is None else primitive_name(producer)
     if name in ('add', 'add_any') and var is not None:
-        for before, more in (made.invars, made.invars[::-1]):
-            added = _written(makers, None, more, is_own, count)
+        for before, addend in (producer.invars, producer.invars[::-1]):
+            added = _written_rows(producers, None, addend, is_row_index, count)
             if (
                 added
                 and len(added) == 1
-                and (links := _written(makers, var, before, is_own, count)) is not None
+                and (rows := _written_rows(producers, var, before, is_row_index, count)) is not None
             ):
-                return [*links, (added[0][0], True)]
-    if name == 'dynamic_update_slice' and shape_of(out):  # a scalar is written by no number
-        into, row, number = made.invars[:3]
+                return [*rows, (added[0][0], True)]
+    if name == 'dynamic_update_slice' and shape_of(out):  # a scalar has no rows
+        target, row, index = producer.invars[:3]
         is_row = count > 0 and shape_of(row) == (count, *shape_of(out)[1:])
     elif name in ('scatter', 'scatter-add'):
-        into, number, row = made.invars
-        is_row = count == 1 and shape_of(row) == shape_of(out)[1:] and is_row_scatter(made)
+        target, index, row = producer.invars
+        is_row = count == 1 and shape_of(row) == shape_of(out)[1:] and is_row_scatter(producer)
     else:
         return None
-    links = _written(makers, var, into, is_own, count) if is_row and is_own(number, count) else None
-    return None if links is None else [*links, (row, name == 'scatter-add')]
+    rows = (
+        _written_rows(producers, var, target, is_row_index, count)
+        if is_row and is_row_index(index, count)
+        else None
+    )
+    return None if rows is None else [*rows, (row, name == 'scatter-add')]
 
 
-def _is_zero(made: Any) -> bool:
-    """Whether an equation fills an array with zeros."""
-    filled = made.invars[0] if made is not None and primitive_name(made) == 'broadcast_in_dim' else None
-    return isinstance(filled, Literal) and not filled.val
+def _creates_zeros(producer: Any) -> bool:
+    """Whether an equation creates an array of zeros."""
+    fill_value = (
+        producer.invars[0]
+        if producer is not None and primitive_name(producer) == 'broadcast_in_dim'
+        else None
+    )
+    return isinstance(fill_value, Literal) and not fill_value.val

@@ -1,13 +1,12 @@
-"""Look-ups and updates by the number of the example, as in ``cache.at[arange(B), pos].set(k)``.
+"""Look-ups and updates at the index of the example, as in ``cache.at[arange(B), pos].set(k)``.
 
-Such an index takes from each example, or puts into it, what belongs to that example. To the partitioner it is
-an index like others, which may be that of any example. So the dimension becomes a batching dimension of the
-`gather` or scatter, which has no index: then each device runs it on its own examples, and so it does for the
-gradient, which is a scatter of the same indices.
+Such an operation reads or writes each example with values of the same example. For the partitioner, it could
+index any example. So the rewrite turns the indexed dimension into a batching dimension of the `gather` or
+scatter, which has no index. Each device can then run it on local examples, and also the gradient, which is a
+scatter with the same indices.
 
-That an index is the number is proved: its values are computed, or come from there, and are 0, 1, 2, ... along
-one dimension, as many as the dimension has elements of which they take one. Then all of them are in bounds,
-and whatever the operation does with others makes no difference.
+The rewrite applies if the indices are static and equal to 0, 1, 2, ... along one dimension, for all elements
+of the indexed dimension. All of them are then in bounds, so that the mode of the operation does not matter.
 """
 
 from __future__ import annotations
@@ -50,99 +49,102 @@ from scalax._spmd.rewrites.facts import StepFacts
 LOOKUPS = frozenset(('gather',)) | SCATTERS
 
 Columns = Mapping[int, int]
-"""Of indices, the columns that are numbers of examples, and the dimension along which they count."""
+"""Columns of an index array with the index of the example -> the dimension along which it counts."""
 
-_MOST = 2**20  # examples; a constant of more elements is not read
-_Known = dict[Any, tuple[Any, list[Columns]]]
-_SAME = frozenset(('copy', 'name', 'optimization_barrier', 'sharding_constraint', 'reshard'))
+_MAX_CONSTANT = 2**20  # examples: larger constants are not evaluated
+_Cache = dict[Any, tuple[Any, list[Columns]]]
+_IDENTITY_OPS = frozenset(('copy', 'name', 'optimization_barrier', 'sharding_constraint', 'reshard'))
 
 
 def batch_example_indices(jaxpr: Any, facts: StepFacts) -> Any:
-    """Returns a jaxpr whose look-ups and updates have batching dimensions; the same jaxpr if none has one.
+    """Turns indices of examples into batching dimensions. Returns the same jaxpr if there are none.
 
     Args:
         jaxpr: the closed jaxpr.
-        facts: what is known of the step.
+        facts: the properties of the step.
     """
     del facts
-    return _rewritten(jaxpr, [{}] * len(open_jaxpr(jaxpr).invars), {})[0]
+    return _rewrite(jaxpr, [{}] * len(open_jaxpr(jaxpr).invars), {})[0]
 
 
-def _rewritten(jaxpr: Any, arguments: Sequence[Columns], known: _Known) -> tuple[Any, list[Columns]]:
-    """The jaxpr with batching dimensions, and the columns of its results, given those of its arguments.
+def _rewrite(jaxpr: Any, arguments: Sequence[Columns], cache: _Cache) -> tuple[Any, list[Columns]]:
+    """Rewrites a jaxpr, and returns it with the columns of its results.
 
-    *known* gets these of each jaxpr of whose arguments nothing is known, and which is used in many places.
+    Args:
+        jaxpr: the jaxpr, open or closed.
+        arguments: the columns of its arguments.
+        cache: the results for jaxprs whose arguments have no columns, which may be called several times.
     """
     if any(arguments):
-        return _rewritten_with(jaxpr, arguments, known)
-    if jaxpr not in known:
-        known[jaxpr] = _rewritten_with(jaxpr, arguments, known)
-    return known[jaxpr]
+        return _rewrite_equations(jaxpr, arguments, cache)
+    if jaxpr not in cache:
+        cache[jaxpr] = _rewrite_equations(jaxpr, arguments, cache)
+    return cache[jaxpr]
 
 
-def _rewritten_with(jaxpr: Any, arguments: Sequence[Columns], known: _Known) -> tuple[Any, list[Columns]]:
+def _rewrite_equations(jaxpr: Any, arguments: Sequence[Columns], cache: _Cache) -> tuple[Any, list[Columns]]:
     inner = open_jaxpr(jaxpr)
     columns = _Columns(jaxpr)
-    columns.known.update(zip(map(id, inner.invars), arguments, strict=True))
+    columns.by_id.update(zip(map(id, inner.invars), arguments, strict=True))
     equations: list[Any] = []
     for equation in inner.eqns:
         name = primitive_name(equation)
         if name in LOOKUPS:
-            equations += _batched(equation, columns)
+            equations += _with_batching_dims(equation, columns)
         elif name in CALLS or name == 'scan':
-            equations.append(_with_inside(equation, columns, known))
+            equations.append(_rewrite_inner(equation, columns, cache))
         elif name in WITH_JAXPRS:
-            equations.append(_with_unknown_inside(equation, known))
+            equations.append(_rewrite_branches(equation, cache))
         else:
             equations.append(equation)
     is_same = len(equations) == len(inner.eqns) and all(map(operator.is_, equations, inner.eqns))
     return jaxpr if is_same else replace_jaxpr(jaxpr, eqns=equations), [columns.of(x) for x in inner.outvars]
 
 
-def _with_unknown_inside(equation: Any, known: _Known) -> Any:
-    """A branch or a `while` whose jaxprs have batching dimensions, with nothing known of its operands."""
+def _rewrite_branches(equation: Any, cache: _Cache) -> Any:
+    """Rewrites the inner jaxprs of a `cond` or a `while`, for operands without columns."""
     if primitive_name(equation) == 'cond':
         jaxprs = [*branches(equation)]
     else:
         jaxprs = [loop_of(equation).body]
-    new = [_rewritten(jaxpr, [{}] * len(open_jaxpr(jaxpr).invars), known)[0] for jaxpr in jaxprs]
-    return equation if all(map(operator.is_, new, jaxprs)) else with_jaxprs(equation, *new)
+    new_jaxprs = [_rewrite(jaxpr, [{}] * len(open_jaxpr(jaxpr).invars), cache)[0] for jaxpr in jaxprs]
+    return equation if all(map(operator.is_, new_jaxprs, jaxprs)) else with_jaxprs(equation, *new_jaxprs)
 
 
-def _with_inside(equation: Any, columns: _Columns, known: _Known) -> Any:
-    """A call or a `scan` whose jaxpr has batching dimensions; notes the columns of its results."""
+def _rewrite_inner(equation: Any, columns: _Columns, cache: _Cache) -> Any:
+    """Rewrites the jaxpr of a call or a `scan`, and records the columns of its results."""
     operands = [columns.of(x) for x in equation.invars]
     if primitive_name(equation) in CALLS:
-        jaxpr, results = _rewritten(call_jaxpr(equation), operands, known)
-        before = call_jaxpr(equation)
+        jaxpr, results = _rewrite(call_jaxpr(equation), operands, cache)
+        jaxpr_before = call_jaxpr(equation)
     else:
         loop = loop_of(equation)
         constants, carried, stacks = loop.split(operands)
-        inside = [*constants, *[{}] * len(carried), *[_shifted(stack, -1) for stack in stacks]]
-        before = loop.body
-        jaxpr, results = _rewritten(before, inside, known)
+        body_arguments = [*constants, *[{}] * len(carried), *[_shifted(stack, -1) for stack in stacks]]
+        jaxpr_before = loop.body
+        jaxpr, results = _rewrite(jaxpr_before, body_arguments, cache)
         results = [{}] * loop.num_carry + [_shifted(x, 1) for x in results[loop.num_carry :]]
-    columns.known.update(zip(map(id, equation.outvars), results, strict=True))
-    return equation if jaxpr is before else with_jaxprs(equation, jaxpr)
+    columns.by_id.update(zip(map(id, equation.outvars), results, strict=True))
+    return equation if jaxpr is jaxpr_before else with_jaxprs(equation, jaxpr)
 
 
 def _shifted(columns: Columns, by: int) -> Columns:
-    """The columns of an element of a stack, or of a stack."""
+    """Returns columns whose dimensions are shifted, from a stack to its elements or back."""
     return {column: dim + by for column, dim in columns.items() if dim + by >= 0}
 
 
 class _Columns:
-    """The columns of indices in a jaxpr.
+    """The columns of the index arrays in a jaxpr.
 
     Args:
         jaxpr: the jaxpr, open or closed.
 
     Attributes:
-        known: those of some variables, by their ids.
+        by_id: the columns of the variables for which they were determined, by variable id.
     """
 
     def __init__(self, jaxpr: Any) -> None:
-        self.known: dict[int, Columns] = {}
+        self.by_id: dict[int, Columns] = {}
         inner = open_jaxpr(jaxpr)
         self._producers, self._integers = producers_of(inner), StaticIntegers(inner, iotas=True)
         for var, value in constants_of(jaxpr):
@@ -150,107 +152,125 @@ class _Columns:
                 self._integers.set([var], [np.asarray(value)])
 
     def of(self, atom: Any) -> Columns:
-        """The columns of a value that are numbers of examples."""
+        """Returns the columns of a value that hold the index of the example."""
         if isinstance(atom, Literal):
             return {}
-        if id(atom) not in self.known:
-            self.known[id(atom)] = self._read(atom)
-        return self.known[id(atom)]
+        if id(atom) not in self.by_id:
+            self.by_id[id(atom)] = self._read(atom)
+        return self.by_id[id(atom)]
 
     def _read(self, atom: Any) -> Columns:
-        maker, rank = self._producers.get(id(atom)), len(shape_of(atom))
-        if maker is None or getattr(atom.aval.dtype, 'kind', 'V') not in 'iu' or rank < 2:
+        producer, rank = self._producers.get(id(atom)), len(shape_of(atom))
+        if producer is None or getattr(atom.aval.dtype, 'kind', 'V') not in 'iu' or rank < 2:
             return {}
-        name = primitive_name(maker)
-        if name in _SAME:
-            place = next(i for i, var in enumerate(maker.outvars) if var is atom)
-            return self.of(maker.invars[place])
-        if name != 'concatenate' or dim_of(maker) != rank - 1:
+        name = primitive_name(producer)
+        if name in _IDENTITY_OPS:
+            result_index = next(i for i, var in enumerate(producer.outvars) if var is atom)
+            return self.of(producer.invars[result_index])
+        if name != 'concatenate' or dim_of(producer) != rank - 1:
             return {}
-        found, column = dict[int, int](), 0
-        for part in maker.invars:
+        dims, column = dict[int, int](), 0
+        for part in producer.invars:
             width = shape_of(part)[-1]
             if width == 1 and (dim := self._counting_dim(part)) is not None:
-                found[column] = dim
+                dims[column] = dim
             column += width
-        return found
+        return dims
 
     def _counting_dim(self, atom: Any) -> int | None:
-        """The dimension along which a value counts 0, 1, 2, ..., alike along all others; None if none is."""
+        """Returns the dimension along which a value is 0, 1, 2, ..., and constant along all others.
+
+        Returns None if there is no such dimension.
+        """
         shape = shape_of(atom)
         dims = [dim for dim, size in enumerate(shape) if size != 1]
         if len(dims) == 1:
             values = self._integers.of(atom)
             if values is not None and np.array_equal(values, np.arange(shape[dims[0]])):
                 return dims[0]
-        maker = self._producers.get(id(atom))
-        if isinstance(atom, Literal) or maker is None:
+        producer = self._producers.get(id(atom))
+        if isinstance(atom, Literal) or producer is None:
             return None
-        name = primitive_name(maker)
+        name = primitive_name(producer)
         if name == 'broadcast_in_dim':
-            dim, new = self._counting_dim(maker.invars[0]), [*broadcast_dims(maker)]
-            return None if dim is None else new[dim]
+            dim, new_dims = self._counting_dim(producer.invars[0]), [*broadcast_dims(producer)]
+            return None if dim is None else new_dims[dim]
         if name == 'reshape':
-            dim = self._counting_dim(maker.invars[0])
+            dim = self._counting_dim(producer.invars[0])
             return next(
-                (new[0] for old, new in reshape_groups(maker) if [*old] == [dim] and len(new) == 1), None
+                (
+                    new_dims[0]
+                    for old_dims, new_dims in reshape_groups(producer)
+                    if [*old_dims] == [dim] and len(new_dims) == 1
+                ),
+                None,
             )
         return None
 
 
-def _batched(equation: Any, columns: _Columns) -> list[Any]:
-    """The equations of a look-up or an update with batching dimensions; the same one if it has none."""
+def _with_batching_dims(equation: Any, columns: _Columns) -> list[Any]:
+    """Rewrites a look-up or an update; returns the same equation, in a list, if it does not apply."""
     is_gather = primitive_name(equation) == 'gather'
-    numbers = gather_dims(equation) if is_gather else scatter_dims(equation)
-    indexed = [*(numbers.start_index_map if is_gather else numbers.scatter_dims_to_operand_dims)]
-    gone = {*(numbers.collapsed_slice_dims if is_gather else numbers.inserted_window_dims)}
-    counterparts = [
-        *(numbers.start_indices_batching_dims if is_gather else numbers.scatter_indices_batching_dims)
+    dim_numbers = gather_dims(equation) if is_gather else scatter_dims(equation)
+    indexed = [*(dim_numbers.start_index_map if is_gather else dim_numbers.scatter_dims_to_operand_dims)]
+    collapsed = {*(dim_numbers.collapsed_slice_dims if is_gather else dim_numbers.inserted_window_dims)}
+    index_batching_dims = [
+        *(dim_numbers.start_indices_batching_dims if is_gather else dim_numbers.scatter_indices_batching_dims)
     ]
     shape, indices = shape_of(equation.invars[0]), equation.invars[1]
     if len(indexed) < 2:
         return [equation]
-    pairs: dict[int, tuple[int, int]] = {}
+    batched_columns: dict[int, tuple[int, int]] = {}
     for column, dim in columns.of(indices).items():
         operand = indexed[column]
-        is_taken = dim in counterparts or any(dim == x for _, x in pairs.values())
-        if operand in gone and shape[operand] == shape_of(indices)[dim] and not is_taken:
-            pairs[column] = operand, dim
-    if len(pairs) == len(indexed):
-        pairs.popitem()  # some index has to remain
-    if not pairs:
+        is_used = dim in index_batching_dims or any(dim == x for _, x in batched_columns.values())
+        if operand in collapsed and shape[operand] == shape_of(indices)[dim] and not is_used:
+            batched_columns[column] = operand, dim
+    if len(batched_columns) == len(indexed):
+        batched_columns.popitem()  # one index has to remain
+    if not batched_columns:
         return [equation]
-    batching = sorted([*zip(numbers.operand_batching_dims, counterparts, strict=True), *pairs.values()])
-    batched, counting = tuple([x for x, _ in batching]), tuple([x for _, x in batching])
-    left = tuple([dim for column, dim in enumerate(indexed) if column not in pairs])
-    kept = tuple(sorted(gone - {operand for operand, _ in pairs.values()}))
-    new: Any
+    batching = sorted(
+        [*zip(dim_numbers.operand_batching_dims, index_batching_dims, strict=True), *batched_columns.values()]
+    )
+    operand_batching_dims, index_dims = tuple([x for x, _ in batching]), tuple([x for _, x in batching])
+    remaining_dims = tuple([dim for column, dim in enumerate(indexed) if column not in batched_columns])
+    remaining_collapsed = tuple(sorted(collapsed - {operand for operand, _ in batched_columns.values()}))
+    new_dim_numbers: Any
     if is_gather:
-        new = jax.lax.GatherDimensionNumbers(numbers.offset_dims, kept, left, batched, counting)
+        new_dim_numbers = jax.lax.GatherDimensionNumbers(
+            dim_numbers.offset_dims, remaining_collapsed, remaining_dims, operand_batching_dims, index_dims
+        )
     else:
-        new = jax.lax.ScatterDimensionNumbers(numbers.update_window_dims, kept, left, batched, counting)
-    equations, parts = list[Any](), list[Any]()
-    for start, end in _runs([column for column in range(len(indexed)) if column not in pairs]):
+        new_dim_numbers = jax.lax.ScatterDimensionNumbers(
+            dim_numbers.update_window_dims,
+            remaining_collapsed,
+            remaining_dims,
+            operand_batching_dims,
+            index_dims,
+        )
+    equations, index_parts = list[Any](), list[Any]()
+    for start, end in _runs([column for column in range(len(indexed)) if column not in batched_columns]):
         equations.append(trace_added_equation(_columns_between(start, end), equation, [indices]))
-        parts += equations[-1].outvars
-    if len(parts) > 1:
-        equations.append(trace_added_equation(_side_by_side, equation, parts))
-        parts = equations[-1].outvars
-    operands = [equation.invars[0], *parts, *equation.invars[2:]]
-    # They may be sorted with the numbers of examples only.
-    changed = {'dimension_numbers': new, 'indices_are_sorted': False}
-    written = trace_added_equation(lambda *xs: rebind(equation, *xs, **changed), equation, operands)
-    return [*equations, with_results(written, equation.outvars)]
+        index_parts += equations[-1].outvars
+    if len(index_parts) > 1:
+        equations.append(trace_added_equation(_concatenate_columns, equation, index_parts))
+        index_parts = equations[-1].outvars
+    operands = [equation.invars[0], *index_parts, *equation.invars[2:]]
+    # The indices may have been sorted only thanks to the index of the example.
+    params = {'dimension_numbers': new_dim_numbers, 'indices_are_sorted': False}
+    new_equation = trace_added_equation(lambda *xs: rebind(equation, *xs, **params), equation, operands)
+    return [*equations, with_results(new_equation, equation.outvars)]
 
 
 def _may_count(var: Any) -> bool:
-    """Whether a constant may be the numbers of examples, as ``np.arange(B)`` is."""
+    """Whether a constant may be the indices of all examples, such as ``np.arange(B)``."""
     shape = shape_of(var)
-    return len(shape) == 1 and shape[0] <= _MOST and getattr(var.aval.dtype, 'kind', 'V') in 'iu'
+    return len(shape) == 1 and shape[0] <= _MAX_CONSTANT and getattr(var.aval.dtype, 'kind', 'V') in 'iu'
 
 
 def _runs(columns: Sequence[int]) -> list[tuple[int, int]]:
-    """The beginnings and ends of runs of successive numbers."""
+    """Returns the starts and ends of runs of consecutive integers."""
     runs = list[tuple[int, int]]()
     for column in columns:
         if runs and runs[-1][1] == column:
@@ -264,5 +284,5 @@ def _columns_between(start: int, end: int) -> Any:
     return lambda indices: jax.lax.slice_in_dim(indices, start, end, axis=indices.ndim - 1)
 
 
-def _side_by_side(*parts: Any) -> Any:
+def _concatenate_columns(*parts: Any) -> Any:
     return jax.lax.concatenate(parts, parts[0].ndim - 1)
