@@ -1,8 +1,8 @@
-"""The devices that an example runs on.
+"""The devices of the examples.
 
-These are all that JAX sees. It sees a machine without accelerators as one CPU device, on which there is
-nothing to shard, so the examples split it into eight simulated ones. That is a choice for a
-program's entry point, made before anything asks JAX for its devices; no library should make it.
+They are all devices of JAX. A machine without accelerators has one CPU device, on which there is nothing to
+shard, so the examples simulate eight devices. Only the entry point of a program should do this, before
+anything initializes JAX's devices, and never a library.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SIMULATED_DEVICES = 8
 
 
 def choose_devices(count: int | None = None) -> list[jax.Device]:
-    """Returns the devices to run on, simulating some where there is only a CPU.
+    """Returns the devices to run on, which are simulated if there is only a CPU.
 
-    The setting is about the CPU alone, so nothing changes where JAX finds an accelerator. Whoever
-    has set the number of CPU devices (by `JAX_NUM_CPU_DEVICES` or `XLA_FLAGS`) keeps it.
+    The setting affects only CPUs, so nothing changes if JAX finds an accelerator. A number of CPU devices
+    that the user has set (with `JAX_NUM_CPU_DEVICES` or `XLA_FLAGS`) is kept.
 
     Args:
-      count: take the first `count` devices; on a CPU, simulate so many. None takes all there are.
+      count: the number of devices to use or, on a CPU, to simulate. None uses all devices.
 
     Raises:
       app.UsageError: there are fewer than `count` devices.
@@ -35,13 +35,13 @@ def choose_devices(count: int | None = None) -> list[jax.Device]:
     if count is not None and count < 1:
         raise app.UsageError(f'--devices {count}: at least one is needed.')
     if not _already_split():
-        # JAX refuses where it has its devices already (a notebook, a test): those are used then.
+        # Fails if JAX is initialized already (in a notebook or a test); then its devices are used.
         with contextlib.suppress(RuntimeError):
             jax.config.update('jax_num_cpu_devices', count or SIMULATED_DEVICES)
     quiet_libtpu()
-    if not os.path.exists('/dev/nvidiactl'):  # JAX's plugin for GPUs may be here to plan alone
+    if not os.path.exists('/dev/nvidiactl'):  # JAX's GPU plugin may be installed for planning only
         os.environ.setdefault('JAX_SKIP_CUDA_CONSTRAINTS_CHECK', '1')
-    logging.getLogger('jax').setLevel(logging.WARNING)  # spare the user each device kind not found
+    logging.getLogger('jax').setLevel(logging.WARNING)  # no message for each missing platform
     devices = jax.devices()
     if count is not None and count > len(devices):
         raise app.UsageError(
@@ -52,16 +52,16 @@ def choose_devices(count: int | None = None) -> list[jax.Device]:
 
 
 def quiet_logs() -> None:
-    """Shows warnings and errors of libraries only, unless --verbosity says otherwise.
+    """Shows only warnings and errors of libraries, unless --verbosity is set.
 
-    A program of absl shows more by default, and a checkpoint is sixty lines of it.
+    By default, absl programs show more, such as sixty lines for each checkpoint.
     """
     if not flags.FLAGS['verbosity'].present:
         absl_logging.set_verbosity(absl_logging.WARNING)
 
 
 def _already_split() -> bool:
-    """Whether the user has said how many devices a CPU counts for."""
+    """Returns whether the user has set the number of CPU devices."""
     return jax.config.jax_num_cpu_devices > 0 or 'xla_force_host_platform_device_count' in os.environ.get(
         'XLA_FLAGS', ''
     )

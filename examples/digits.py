@@ -1,9 +1,9 @@
-"""Data parallelism in one page: a small network learns handwritten digits.
+"""Data parallelism on one page: a small network learns handwritten digits.
 
     python -m examples.digits
 
-The functions are plain JAX for one device. Three lines of `main` spread them over all of them: the
-mesh, the binding of the training step, and the batch that is split over the devices.
+The functions are plain JAX for one device. Three lines of `main` run them on all devices: the mesh, the
+compiled training step, and the batch that is sharded over the devices.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+if __spec__ is None:  # run as a file, not with -m: import from the root of the clone
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import jax
@@ -33,7 +33,7 @@ OPTIMIZER = optax.adam(1e-2)
 
 
 def main(steps: int = 300, devices: int | None = None, seed: int = 0) -> float:
-    """Trains on four fifths of the digits; returns the accuracy on the last fifth."""
+    """Trains on four fifths of the digits, and returns the accuracy on the last fifth."""
     helper = MeshShardingHelper([-1], ['dp'], devices=choose_devices(devices))
     step = helper.sjit(
         train_step,
@@ -46,21 +46,21 @@ def main(steps: int = 300, devices: int | None = None, seed: int = 0) -> float:
     opt_state = helper.sjit(OPTIMIZER.init, out_shardings=PartitionSpec())(params)
 
     rng = np.random.default_rng(seed)
-    parts = helper.mesh.size
-    batch_size = -(-BATCH_SIZE // parts) * parts  # every device sees equally many
+    devices_in_mesh = helper.mesh.size
+    batch_size = -(-BATCH_SIZE // devices_in_mesh) * devices_in_mesh  # a multiple of the number of devices
     for _ in range(steps):
-        rows = rng.integers(len(train['label']), size=batch_size)
-        batch = {name: values[rows] for name, values in train.items()}
+        indices = rng.integers(len(train['label']), size=batch_size)
+        batch = {name: values[indices] for name, values in train.items()}
         params, opt_state, loss = step(params, opt_state, helper.local_data_to_global_array(batch))
-        # Without this the host queues all the steps at once. Simulated devices share a few threads,
-        # and a long queue leaves them none to finish a collective with: XLA gives up.
+        # Without this, the host queues all steps at once. Simulated devices share a few threads, and a long
+        # queue leaves no thread to finish a collective, so XLA times out.
         loss.block_until_ready()
     predictions = helper.sjit(predict, out_shardings=PartitionSpec())(params, test['image'])
     return float(np.mean(np.asarray(predictions) == test['label']))
 
 
 def load_data(seed: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Returns the digits to train and to test on, as {'image': [N, 64] in 0..1, 'label': [N]}."""
+    """Returns the training and test digits, as {'image': [N, 64] in 0..1, 'label': [N]}."""
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(
         images.astype(np.float32) / 16, labels, test_size=0.2, random_state=seed, stratify=labels
@@ -90,14 +90,14 @@ def logits(params: Params, images: jax.Array) -> jax.Array:
 
 
 def predict(params: Params, images: jax.Array) -> jax.Array:
-    """Returns the likeliest digit [B] of each of `images` [B, 64]."""
+    """Returns the most likely digit [B] for each of `images` [B, 64]."""
     return jnp.argmax(logits(params, images), axis=-1)
 
 
 def train_step(
     params: Params, opt_state: optax.OptState, batch: dict[str, jax.Array]
 ) -> tuple[Params, optax.OptState, jax.Array]:
-    """Returns the parameters and the optimizer state after one step, and the batch's loss []."""
+    """Returns the parameters and the optimizer state after one step, and the loss [] of the batch."""
 
     def mean_loss(params: Params) -> jax.Array:
         losses = optax.softmax_cross_entropy_with_integer_labels(
@@ -112,5 +112,7 @@ def train_step(
 
 if __name__ == '__main__':
     STEPS = flags.DEFINE_integer('steps', 300, 'Training steps.', lower_bound=1)
-    DEVICES = flags.DEFINE_integer('devices', None, 'How many devices to use, or to simulate.', lower_bound=1)
+    DEVICES = flags.DEFINE_integer(
+        'devices', None, 'The number of devices to use, or to simulate.', lower_bound=1
+    )
     app.run(lambda argv: print(f'test accuracy {main(STEPS.value, DEVICES.value):.2%}'))

@@ -1,12 +1,12 @@
-"""Input by Grain: each process reads the rows it needs, and a run goes on where it was ended.
+"""Input by Grain: each process reads only the examples it needs, and an interrupted run continues exactly.
 
     python -m examples.grain_input
-    python -m examples.grain_input --checkpoints=runs/grain --stop_after=30   # then again, to go on
+    python -m examples.grain_input --checkpoints=runs/grain --stop_after=30   # then again, to continue
     python -m examples.launch.local --devices=4 -- -m examples.grain_input    # on two processes
 
-The network and its training step are those of `digits.py`. What is new here: which digits are in a batch is
-a function of (seed, step), whatever the number of processes, and each of them loads its own rows only; the
-place in the data is saved with the parameters, so that no digit is seen twice or left out.
+The network and its training step are from `digits.py`. In addition, the digits of a batch are a function of
+(seed, step) for any number of processes, each process loads only its own examples, and the position in the
+data is saved with the parameters, so that no digit is repeated or skipped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+if __spec__ is None:  # run as a file, not with -m: import from the root of the clone
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import contextlib
@@ -36,7 +36,7 @@ REPLICATED = PartitionSpec()
 
 
 class Digits:
-    """Where Grain reads: anything with a length, and an example for each index."""
+    """The data source of Grain: an object with a length, and an example for each index."""
 
     def __init__(self, examples: dict[str, np.ndarray]) -> None:
         self._examples = examples
@@ -48,25 +48,26 @@ class Digits:
         return {name: values[index] for name, values in self._examples.items()}
 
 
-def own_batches(
-    source: Digits, size: int, rows: slice | np.ndarray, steps: int, seed: int
+def process_batches(
+    source: Digits, batch_size: int, examples: slice | np.ndarray, steps: int, seed: int
 ) -> grain.DatasetIterator:
-    """Returns an iterator over this process's `rows` of `steps` batches of `size`.
+    """Returns an iterator over this process's `examples` of `steps` batches of `batch_size`.
 
-    The digits are shuffled anew in each epoch. Row i of step n is at place n * size + i of that order, so
-    all processes together bring exactly the batch that one alone would.
+    The digits are reshuffled in each epoch. Example i of step n has index n * batch_size + i in that order,
+    so all processes together load exactly the batch that a single process would load.
     """
     shuffled = grain.MapDataset.source(source).shuffle(seed).repeat()
-    own = np.arange(size)[rows]
-    places = grain.MapDataset.range(steps * len(own))
-    read = places.map(lambda place: shuffled[place // len(own) * size + int(own[place % len(own)])])
-    return iter(read.batch(len(own)).to_iter_dataset())
+    local = np.arange(batch_size)[examples]
+    count = len(local)
+    indices = grain.MapDataset.range(steps * count)
+    loaded = indices.map(lambda i: shuffled[i // count * batch_size + int(local[i % count])])
+    return iter(loaded.batch(count).to_iter_dataset())
 
 
 def main(
     steps: int = 60, checkpoints: str | None = None, stop_after: int | None = None, seed: int = 0
 ) -> str:
-    """Trains to the last step, from where the checkpoints end; returns what was reached."""
+    """Trains to the last step, from the last checkpoint, and returns a summary."""
     helper = MeshShardingHelper([-1], ['dp'], devices=choose_devices())
     step_fun = helper.sjit(
         lambda state, batch: pack(*digits.train_step(*state, batch)),
@@ -75,16 +76,16 @@ def main(
         donate_argnums=0,
     )
     train, test = digits.load_data(seed)
-    source = own_batches(Digits(train), BATCH_SIZE, helper.process_examples(BATCH_SIZE), steps, seed)
+    source = process_batches(Digits(train), BATCH_SIZE, helper.process_examples(BATCH_SIZE), steps, seed)
     with contextlib.ExitStack() as stack:
         saved = stack.enter_context(Checkpointer(checkpoints, save_every=SAVE_EVERY)) if checkpoints else None
         done = saved.latest_step() if saved else None
         if saved and done is not None:
-            state = saved.restore(helper, REPLICATED, init, data=source)  # the iterator stands there now
+            state = saved.restore(helper, REPLICATED, init, data=source)  # also moves the iterator
         else:
             state, done = helper.sjit(init, out_shardings=REPLICATED)(), 0
         started, loss = done, np.nan
-        # Ahead of the loop by some batches; `get_state` is the state after the batch that the loop has.
+        # Loads some batches ahead. `get_state` is the state after the current batch of the loop.
         batches = stack.enter_context(helper.prefetch(source, local_batch='addressable'))
         for batch in batches:
             state, loss = step_fun(state, batch)
@@ -94,7 +95,7 @@ def main(
                 saved.save(done, state, data=batches, force=stopping or done == steps)
             if stopping:
                 break
-            float(loss)  # waits, so that the host does not queue all steps at once
+            float(loss)  # blocks, so that the host does not queue all steps at once
     predictions = helper.sjit(digits.predict, out_shardings=REPLICATED)(state[0], test['image'])
     accuracy = float(np.mean(np.asarray(predictions) == test['label']))
     last = f'loss {float(loss):.6f}' if done > started else 'nothing was left to do'
@@ -113,9 +114,9 @@ def pack(params: digits.Params, opt_state: object, loss: jax.Array) -> tuple[tup
 def run(argv: list[str]) -> None:
     quiet_logs()
     distributed.initialize()
-    reached = main(STEPS.value, CHECKPOINTS.value, STOP_AFTER.value)
+    summary = main(STEPS.value, CHECKPOINTS.value, STOP_AFTER.value)
     if jax.process_index() == 0:
-        print(reached)
+        print(summary)
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""An MLP-Mixer for one device: a model that no table of sharding rules knows (docs/auto_sharding.md).
+"""An MLP-Mixer for one device: a model without existing sharding rules (docs/auto_sharding.md).
 
 Usage: ``python -m scalax autoshard examples/mixer.py:make_step --topology v5e:2x4 --batch 1 --donate 0``.
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 
 def init(key: jax.Array, layers: int, patches: int, channels: int, classes: int = 1024) -> Any:
-    """Weights of blocks, each with a pair of matrices over patches, and a pair over channels."""
+    """Returns the weights of blocks, each with a pair of matrices over patches and a pair over channels."""
     keys = iter(jax.random.split(key, 4))
 
     def pair(width: int) -> dict[str, jax.Array]:
@@ -43,18 +43,18 @@ def loss(params: Any, batch: Any) -> jax.Array:
 
 
 def train_step(params: Any, batch: Any) -> tuple[Any, jax.Array]:
-    """A step of gradient descent: the new weights, and the loss."""
+    """Returns the weights after a step of gradient descent, and the loss."""
     value, grads = jax.value_and_grad(loss)(params, batch)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
-def shapes(rows: int, layers: int, patches: int, channels: int) -> tuple[Any, Any]:
-    """The shapes of the arguments of `train_step`."""
+def shapes(batch_size: int, layers: int, patches: int, channels: int) -> tuple[Any, Any]:
+    """Returns the shapes of the arguments of `train_step`."""
     params = jax.eval_shape(lambda key: init(key, layers, patches, channels), jax.random.key(0))
-    images = jax.ShapeDtypeStruct((rows, patches, channels), 'float32')
-    return params, {'images': images, 'labels': jax.ShapeDtypeStruct((rows,), 'int32')}
+    images = jax.ShapeDtypeStruct((batch_size, patches, channels), 'float32')
+    return params, {'images': images, 'labels': jax.ShapeDtypeStruct((batch_size,), 'int32')}
 
 
 def make_step() -> tuple[Any, tuple[Any, Any]]:
-    """The step and its arguments, for ``python -m scalax autoshard``: 24 layers, 816 million weights."""
-    return train_step, shapes(rows=256, layers=24, patches=256, channels=2048)
+    """Returns the step and its arguments for ``python -m scalax autoshard``: 24 layers, 816M weights."""
+    return train_step, shapes(batch_size=256, layers=24, patches=256, channels=2048)

@@ -1,16 +1,16 @@
-"""Plans of a training step of LLaMA-3 on TPUs that are not here: whether it fits, and what bounds it.
+"""Plans of a LLaMA-3 training step on TPUs that are not attached: whether it fits, and its bottleneck.
 
-    python -m examples.plan_llama                      # a table: 8B and 70B on slices small and large
-    python -m examples.plan_llama --only 8b-v5p        # the lines whose names begin so
-    python -m examples.plan_llama --only 8b-v5p --full # the compiler takes all the trouble that it can
-    python -m examples.plan_llama --names              # the activations placed by name, and not partitioned
+    python -m examples.plan_llama                      # a table: 8B and 70B on small and large slices
+    python -m examples.plan_llama --only 8b-v5p        # only lines whose names start with this
+    python -m examples.plan_llama --only 8b-v5p --full # with all optimizations of the compiler
+    python -m examples.plan_llama --names              # activations sharded by name, not by propagation
 
-or one of them in full detail, by the command line of scalax:
+or one of them in full detail, with the command line of scalax:
 
     python -m scalax plan examples/plan_llama.py:make_8b --topology v5p:4x4x4 --mesh fsdp=-1,tp=4
 
-The model is that of examples/llama at full size, in bfloat16 with AdamW, one sequence of 4,096 tokens for
-each device; nothing of it is ever allocated. Sizes: arXiv:2407.21783, table 3.
+The model is the decoder of examples/llama at full size, in bfloat16 with AdamW, with one sequence of 4,096
+tokens per device. No array is ever allocated. Sizes: arXiv:2407.21783, table 3.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+if __spec__ is None:  # run as a file, not with -m: import from the root of the clone
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
@@ -43,7 +43,7 @@ SEQUENCE = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Llama3(ModelConfig):
-    """The sizes of LLaMA-3 8B; its feed-forward block is wider than 8/3 of the width."""
+    """The sizes of LLaMA-3 8B, whose feed-forward block is wider than 8/3 of the width."""
 
     width: int = 4096
     layers: int = 32
@@ -87,12 +87,12 @@ CASES = (
 
 
 def make_8b(helper: MeshShardingHelper, pipeline: Pipeline | None = None) -> tuple[Any, tuple[Any, ...]]:
-    """For ``python -m scalax plan``: the step and its arguments."""
+    """Returns the step and its arguments, for ``python -m scalax plan``."""
     return make_step(helper, LLAMA_8B, pipeline=pipeline)
 
 
 def make_70b(helper: MeshShardingHelper, pipeline: Pipeline | None = None) -> tuple[Any, tuple[Any, ...]]:
-    """For ``python -m scalax plan``: the step and its arguments."""
+    """Returns the step and its arguments, for ``python -m scalax plan``."""
     return make_step(helper, LLAMA_70B, pipeline=pipeline)
 
 
@@ -102,10 +102,10 @@ def make_step(
     layout: catalogue.ActivationSpecs | None = None,
     pipeline: Pipeline | None = None,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The step of examples/llama over a mesh with fsdp and tp, and perhaps stage and data; its arguments.
+    """Returns the step of examples/llama and its arguments.
 
-    The step is partitioned along its batch, or all activations are placed by a layout. In pipeline stages
-    there are as many microbatches as can be, unless *pipeline* specifies them.
+    The mesh has axes fsdp and tp, and may have stage and data. The step is partitioned along its batch, or
+    all activations are sharded by a layout. A pipeline has as many microbatches as possible by default.
     """
     strategy = FSDP_TP
     sizes = helper.mesh.shape
@@ -130,19 +130,19 @@ def make_step(
 
 
 def model_flops(model: ModelConfig, params: Params, sequences: int) -> float:
-    """6 x parameters x tokens, and causal attention at half of all pairs."""
+    """Returns 6 x parameters x tokens, plus causal attention, which computes half of all pairs."""
     weights = sum(leaf.size for leaf in jax.tree.leaves(params)) - params['embed'].size
-    attention = 6 * model.layers * SEQUENCE * model.width  # of one token: 12 x layers x width x sequence / 2
+    attention = 6 * model.layers * SEQUENCE * model.width  # per token: 12 x layers x width x sequence / 2
     return sequences * SEQUENCE * (6.0 * weights + attention)
 
 
 def plan_case(case: Case, quick: bool, layout: catalogue.ActivationSpecs | None = None) -> Plan:
-    """The plan of one line."""
+    """Returns the plan of a case."""
     helper = MeshShardingHelper.from_topology(
         case.topology,
         list(case.mesh.values()),
         list(case.mesh),
-        mesh_axis_splitting=True,  # tp is shorter than an axis of the torus in large slices
+        mesh_axis_splitting=True,  # in large slices, tp is shorter than a torus axis
         num_slices=case.slices,
         dcn_axis_dims=[case.slices if name == 'data' else 1 for name in case.mesh]
         if case.slices > 1
@@ -154,7 +154,7 @@ def plan_case(case: Case, quick: bool, layout: catalogue.ActivationSpecs | None 
 
 
 def line(case: Case, plan: Plan, seconds: float) -> str:
-    """A plan in a line."""
+    """Formats a plan as a line of the table."""
     roofline = plan.roofline()
     mesh = ' '.join(f'{name}={size}' for name, size in plan.mesh.items())
     cells = [
@@ -174,22 +174,26 @@ def line(case: Case, plan: Plan, seconds: float) -> str:
 
 
 def main() -> None:
-    """Prints the table, a line as soon as it is known."""
-    parser = argparse.ArgumentParser(description='Plans LLaMA-3 on TPUs that are not here.')
-    parser.add_argument('--only', default='', metavar='NAME', help='the lines whose names begin so')
-    parser.add_argument('--full', action='store_true', help='not the quick compiler; minutes a line')
-    parser.add_argument('--names', action='store_true', help='activations placed by name, not partitioned')
-    asked = parser.parse_args()
-    cases = [case for case in CASES if case.name.startswith(asked.only)]
+    """Prints the table line by line."""
+    parser = argparse.ArgumentParser(description='Plans LLaMA-3 on TPUs that are not attached.')
+    parser.add_argument('--only', default='', metavar='NAME', help='only lines whose names start with NAME')
+    parser.add_argument(
+        '--full', action='store_true', help='compile with all optimizations; takes minutes per line'
+    )
+    parser.add_argument(
+        '--names', action='store_true', help='shard activations by name instead of by propagation'
+    )
+    args = parser.parse_args()
+    cases = [case for case in CASES if case.name.startswith(args.only)]
     if not cases:
-        parser.error(f'no name begins with {asked.only!r}: {", ".join(case.name for case in CASES)}')
+        parser.error(f'no name starts with {args.only!r}: {", ".join(case.name for case in CASES)}')
     jax.config.update('jax_platforms', 'cpu')
-    layout = catalogue.TENSOR_PARALLEL if asked.names else None
+    layout = catalogue.TENSOR_PARALLEL if args.names else None
     print('| step | slice | mesh | peak GiB | of | fits | flops | at least ms | bound | MFU | planned in s |')
     print('|---|---|---|---|---|---|---|---|---|---|---|')
     for case in cases:
         start = time.perf_counter()
-        plan = plan_case(case, not asked.full, layout)
+        plan = plan_case(case, not args.full, layout)
         print(line(case, plan, time.perf_counter() - start), flush=True)
 
 

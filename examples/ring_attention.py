@@ -1,11 +1,11 @@
-"""Ring attention: causal attention over sequences that are sharded over devices.
+"""Ring attention: causal attention for sequences that are sharded over devices.
 
     python -m examples.ring_attention
 
-Each device has one block of the sequence. Keys and values travel around the ring of devices, one step at a
-time, and every device folds the block that is just passing into its softmax, so that no device ever holds
-more than two blocks. The backward pass goes around once more: gradients of keys and values travel with the
-block that they belong to, until they are back home. Nothing is sent but to the next neighbour.
+Each device has one block of the sequence. Blocks of keys and values move around the ring of devices, one step
+at a time, and every device accumulates the current block into its softmax, so that no device ever holds
+more than two blocks. In the backward pass, gradients of keys and values move around the ring with their
+block, until they are back on their own device. Devices send data only to their next neighbour.
 
 After "Ring Attention with Blockwise Transformers for Near-Infinite Context" (Liu, Zaharia, Abbeel, 2023).
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+if __spec__ is None:  # run as a file, not with -m: import from the root of the clone
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import functools
@@ -42,9 +42,9 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def sharded_attention(helper: MeshShardingHelper) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Returns the same function for a mesh with axis 'sp', over which sequences are split.
+    """Returns the function for a mesh with axis 'sp', over which sequences are sharded.
 
-    Other axes of the mesh, over which batches or heads may be split, are left alone.
+    Other axes of the mesh, over which batches or heads may be sharded, stay automatic.
     """
     spec = PartitionSpec(None, SEQUENCE)
     return helper.shard_map(ring_attention, in_specs=spec, out_specs=spec, axis_names=SEQUENCE)
@@ -52,32 +52,35 @@ def sharded_attention(helper: MeshShardingHelper) -> Callable[[jax.Array, jax.Ar
 
 @jax.custom_vjp
 def ring_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Returns the attention of one device's block of the sequence; inside `shard_map`."""
+    """Returns the attention of one device's block of the sequence, inside `shard_map`."""
     return _forward(query, key, value)[0]
 
 
 def _forward(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    devices, here = jax.lax.axis_size(SEQUENCE), jax.lax.axis_index(SEQUENCE)
+    devices, index = jax.lax.axis_size(SEQUENCE), jax.lax.axis_index(SEQUENCE)
 
     def fold(step: jax.Array | int, sums: tuple[jax.Array, ...], block: Block) -> tuple[jax.Array, ...]:
-        """Folds the block that came `step` devices far into the softmax so far (all in float32)."""
+        """Accumulates the block that has moved `step` devices into the softmax, in float32."""
         total, weight, largest = sums
-        scores = _scores(query, block[0], here, (here - step) % devices)
-        new = jnp.maximum(largest, scores.max(axis=-1))
-        # The first block is the device's own, in which each position sees itself: `new` is finite.
-        old, weights = jnp.exp(largest - new), jnp.exp(scores - new[..., None])
-        seen = jnp.einsum('bhqk,bkhd->bhqd', weights, block[1])
-        return total * old[..., None] + seen, weight * old + weights.sum(axis=-1), new
+        scores = _scores(query, block[0], index, (index - step) % devices)
+        new_largest = jnp.maximum(largest, scores.max(axis=-1))
+        # The first block is the device's own, in which each position attends to itself, so the maximum is
+        # finite.
+        scale, weights = jnp.exp(largest - new_largest), jnp.exp(scores - new_largest[..., None])
+        added = jnp.einsum('bhqk,bkhd->bhqd', weights, block[1])
+        return total * scale[..., None] + added, weight * scale + weights.sum(axis=-1), new_largest
 
-    def around(carry: tuple, step: jax.Array) -> tuple[tuple, None]:
+    def ring_step(carry: tuple, step: jax.Array) -> tuple[tuple, None]:
         sums, block = carry
         block = _to_next(block)
         return (fold(step, sums, block), block), None
 
-    zeros = jnp.swapaxes(query, 1, 2).astype(jnp.float32) * 0  # [B, H, Q, D], varying as the query does
+    zeros = (
+        jnp.swapaxes(query, 1, 2).astype(jnp.float32) * 0
+    )  # [B, H, Q, D], varying over devices like the query
     sums = zeros, zeros[..., 0], zeros[..., 0] - jnp.inf
     sums = fold(0, sums, (key, value))
-    (sums, _), _ = jax.lax.scan(around, (sums, (key, value)), jnp.arange(1, devices))
+    (sums, _), _ = jax.lax.scan(ring_step, (sums, (key, value)), jnp.arange(1, devices))
     total, weight, largest = sums
     result = jnp.swapaxes(total / weight[..., None], 1, 2).astype(query.dtype)
     return result, (query, key, value, result, largest + jnp.log(weight))
@@ -85,20 +88,20 @@ def _forward(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Ar
 
 def _backward(saved: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     query, key, value, result, log_weight = saved
-    devices, here = jax.lax.axis_size(SEQUENCE), jax.lax.axis_index(SEQUENCE)
+    devices, index = jax.lax.axis_size(SEQUENCE), jax.lax.axis_index(SEQUENCE)
     gradient = gradient.astype(jnp.float32)
-    shared = jnp.einsum('bqhd,bqhd->bhq', gradient, result.astype(jnp.float32))
+    delta = jnp.einsum('bqhd,bqhd->bhq', gradient, result.astype(jnp.float32))
 
     def fold(step: jax.Array | int, d_query: jax.Array, block: Block, sums: Block) -> tuple[jax.Array, Block]:
-        """Adds what the block that came `step` devices far has to do with this device's queries."""
-        weights = jnp.exp(_scores(query, block[0], here, (here - step) % devices) - log_weight[..., None])
+        """Adds the gradients from the block that has moved `step` devices."""
+        weights = jnp.exp(_scores(query, block[0], index, (index - step) % devices) - log_weight[..., None])
         d_weights = jnp.einsum('bqhd,bkhd->bhqk', gradient, block[1])
-        d_scores = weights * (d_weights - shared[..., None]) / np.sqrt(query.shape[-1])
+        d_scores = weights * (d_weights - delta[..., None]) / np.sqrt(query.shape[-1])
         d_query = d_query + jnp.einsum('bhqk,bkhd->bqhd', d_scores, block[0])
         d_key = sums[0] + jnp.einsum('bhqk,bqhd->bkhd', d_scores, query)
         return d_query, (d_key, sums[1] + jnp.einsum('bhqk,bqhd->bkhd', weights, gradient))
 
-    def around(carry: tuple, step: jax.Array) -> tuple[tuple, None]:
+    def ring_step(carry: tuple, step: jax.Array) -> tuple[tuple, None]:
         d_query, block, sums = carry
         block, sums = _to_next((block, sums))
         d_query, sums = fold(step, d_query, block, sums)
@@ -107,8 +110,8 @@ def _backward(saved: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[jax.Ar
     zeros = jax.tree.map(lambda x: x.astype(jnp.float32) * 0, (query, (key, value)))
     d_query, sums = fold(0, zeros[0], (key, value), zeros[1])
     carry = d_query, (key, value), sums
-    (d_query, _, sums), _ = jax.lax.scan(around, carry, jnp.arange(1, devices))
-    d_key, d_value = _to_next(sums)  # the last step home
+    (d_query, _, sums), _ = jax.lax.scan(ring_step, carry, jnp.arange(1, devices))
+    d_key, d_value = _to_next(sums)  # the last step, back to their device
     return d_query.astype(query.dtype), d_key.astype(key.dtype), d_value.astype(value.dtype)
 
 
@@ -116,7 +119,7 @@ ring_attention.defvjp(_forward, _backward)
 
 
 def _scores(query: jax.Array, key: jax.Array, query_block: jax.Array, key_block: jax.Array) -> jax.Array:
-    """Returns the scores [B, H, Q, K] of two blocks; -inf where the key comes after the query."""
+    """Returns the scores [B, H, Q, K] of two blocks, with -inf where the key comes after the query."""
     scores = jnp.einsum('bqhd,bkhd->bhqk', query, key, preferred_element_type=jnp.float32)
     positions = jnp.arange(query.shape[1])
     queries, keys = (positions + block * len(positions) for block in (query_block, key_block))
@@ -124,14 +127,14 @@ def _scores(query: jax.Array, key: jax.Array, query_block: jax.Array, key_block:
 
 
 def _to_next(tree: tuple) -> tuple:
-    """Sends each device's arrays to the next one of the ring."""
+    """Sends each device's arrays to the next device of the ring."""
     devices = jax.lax.axis_size(SEQUENCE)
     ring = [(device, (device + 1) % devices) for device in range(devices)]
     return jax.tree.map(functools.partial(jax.lax.ppermute, axis_name=SEQUENCE, perm=ring), tree)
 
 
 def main(sequence: int = 512, devices: int | None = None, seed: int = 0) -> float:
-    """Compares values and gradients with those of one device; returns the largest difference."""
+    """Compares values and gradients with a single device, and returns the largest difference."""
     helper = MeshShardingHelper([-1], [SEQUENCE], devices=choose_devices(devices))
     size = helper.mesh.size
     if sequence % size:
@@ -149,20 +152,22 @@ def main(sequence: int = 512, devices: int | None = None, seed: int = 0) -> floa
         (_, result), gradients = jax.value_and_grad(loss, argnums=1, has_aux=True)(attend, inputs)
         return result, gradients
 
-    on_one = jax.jit(functools.partial(step, attention))(inputs)
-    around_the_ring = helper.sjit(
+    expected = jax.jit(functools.partial(step, attention))(inputs)
+    sharded_step = helper.sjit(
         functools.partial(step, sharded_attention(helper)), in_shardings=PartitionSpec(None, SEQUENCE)
     )
-    plan = helper.plan(around_the_ring, inputs)
+    plan = helper.plan(sharded_step, inputs)
     for row in plan.collectives:
         print(f'{row.count:3} x {row.kind} along {", ".join(row.axes)}, {row.bytes:,} bytes, {row.phase}')
     differences = jax.tree.map(
-        lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), on_one, around_the_ring(inputs)
+        lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), expected, sharded_step(inputs)
     )
     return max(jax.tree.leaves(differences))
 
 
 if __name__ == '__main__':
-    LENGTH = flags.DEFINE_integer('sequence', 512, 'Positions of a sequence.', lower_bound=1)
-    DEVICES = flags.DEFINE_integer('devices', None, 'How many devices to use, or to simulate.', lower_bound=1)
+    LENGTH = flags.DEFINE_integer('sequence', 512, 'Positions in a sequence.', lower_bound=1)
+    DEVICES = flags.DEFINE_integer(
+        'devices', None, 'The number of devices to use, or to simulate.', lower_bound=1
+    )
     app.run(lambda argv: print(f'largest difference {main(LENGTH.value, DEVICES.value):.1e}'))

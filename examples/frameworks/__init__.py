@@ -1,1 +1,1 @@
-"""One small language model in five libraries, each trained by the same lines of scalax (`training.py`)."""
+"""One small language model in five libraries, all trained by the same code (`training.py`)."""

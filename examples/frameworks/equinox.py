@@ -1,4 +1,4 @@
-"""equinox: modules that are trees, written for one example; `jax.vmap` brings the batch."""
+"""equinox: modules that are pytrees, written for one example and mapped over the batch by `jax.vmap`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Transformer(eqx.Module):
         return jax.vmap(self.unembed)(jax.vmap(self.norm)(x))
 
 
-# The activation of the MLP is a leaf of the module, and no array: it is the same in all steps.
+# The leaves that are not arrays, such as the activation of the MLP, are the same in all steps.
 STATIC = eqx.filter(
     eqx.filter_eval_shape(Transformer, jax.random.key(0)),
     lambda leaf: not isinstance(leaf, jax.ShapeDtypeStruct),

@@ -1,4 +1,4 @@
-"""haliax: arrays with named axes, which are sharded by name. Its release 1.4.dev453 runs on JAX 0.10 only."""
+"""haliax: arrays with named axes, sharded by name. Version 1.4.dev453 runs only on JAX 0.10."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def forward(model: Transformer, tokens: jax.Array) -> jax.Array:
     return model(hax.named(tokens, ('batch', 'position'))).rearrange(('batch', 'position', 'vocab')).array
 
 
-# What is no array is the same in all steps.
+# The leaves that are not arrays are the same in all steps.
 STATIC = eqx.filter(
     eqx.filter_eval_shape(lambda key: Transformer.init(key=key), jax.random.key(0)),
     lambda leaf: not isinstance(leaf, jax.ShapeDtypeStruct),
@@ -105,6 +105,6 @@ PROGRAM = Program(
     init,
     train_step,
     logits=lambda state, tokens: forward(eqx.combine(state['model'], STATIC), tokens),
-    # The names are in the tree; counters of the optimizer have none.
+    # The names are in the tree. Counters of the optimizer have no names.
     rule=LogicalAxisShardingRule({'embed': 'fsdp', 'heads': 'tp', 'mlp': 'tp', 'vocab': 'tp'}, strict=False),
 )

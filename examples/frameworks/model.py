@@ -1,4 +1,4 @@
-"""What the five models have in common: their optimizer, their loss, and what `training.py` takes of each."""
+"""The optimizer, the loss and the interface that the five models share."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ OPTIMIZER = optax.adamw(3e-3)
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A model and its training, for one device; and the rule that shards it.
+    """A model and its training step, for one device, and the rule that shards its state.
 
     Attributes:
         init: key -> state, a pytree.
         train_step: (state, tokens [B, S + 1]) -> (state, loss []).
         logits: (state, tokens [B, S]) -> [B, S, V].
-        rule: by the paths of parameters, or by the names of their dimensions, over the mesh axes fsdp and tp.
+        rule: the rule for the state, over the mesh axes fsdp and tp.
     """
 
     init: Callable[[jax.Array], Any]
@@ -34,5 +34,5 @@ class Program:
 
 
 def mean_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The loss of logits [..., S, V] for tokens [..., S + 1], in nats a byte."""
+    """Returns the mean loss of logits [..., S, V] for tokens [..., S + 1], in nats per byte."""
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[..., 1:]))

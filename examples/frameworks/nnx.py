@@ -1,7 +1,7 @@
-"""flax nnx: modules that a step changes.
+"""flax nnx: modules that a step updates in place.
 
-`training.py` carries a state from step to step, so modules are split here, and merged in each step. Where a
-program keeps its modules, `scalax.interop.nnx.sjit` compiles `update_modules` as it is, and changes them.
+`training.py` has pure steps, so modules are split here, and merged in each step. In a program that keeps its
+modules, `scalax.interop.nnx.sjit` compiles `update_modules` without changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plain JAX: parameters are a dict, layers are stacked and scanned."""
+"""Plain JAX: the parameters are a dict, and layers are stacked and scanned."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def block(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-    rows, length, _ = x.shape
+    batch, length, _ = x.shape
     heads = normed(x, layer['norms'][0]) @ layer['query_key_value']
-    query, key, value = jnp.split(heads.reshape(rows, length, sizes.HEADS, -1), 3, -1)
+    query, key, value = jnp.split(heads.reshape(batch, length, sizes.HEADS, -1), 3, -1)
     mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
     x = x + mixed.reshape(x.shape) @ layer['out']
     return x + jax.nn.gelu(normed(x, layer['norms'][1]) @ layer['up']) @ layer['down'], None

@@ -1,4 +1,4 @@
-r"""Trains a model of any of the libraries on any mesh, by `training.py`.
+r"""Trains a model of one of the libraries on any mesh.
 
 Usage: ``python -m examples.frameworks.train --framework=nnx --mesh=4,2 --steps=100 --checkpoints=runs/nnx``.
 Run it again with more steps, or on another mesh, to continue.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+if __spec__ is None:  # run as a file, not with -m: import from the root of the clone
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import importlib
@@ -27,7 +27,7 @@ from scalax.sharding import MeshShardingHelper
 _FRAMEWORK = flags.DEFINE_enum('framework', 'plain', FRAMEWORKS, 'The library that the model is written in.')
 _MESH = flags.DEFINE_list('mesh', ['-1', '1'], 'The sizes of the mesh axes fsdp and tp.')
 _STEPS = flags.DEFINE_integer(
-    'steps', 100, 'How many steps to train, with those of an earlier run.', lower_bound=1
+    'steps', 100, 'The number of training steps, including those of an earlier run.', lower_bound=1
 )
 _CHECKPOINTS = flags.DEFINE_string('checkpoints', None, 'The folder to save to, and to continue from.')
 
@@ -40,7 +40,7 @@ def main(_: Sequence[str]) -> None:
     corpus = load_corpus([], SEQUENCE)
     losses, state = train(program, helper, corpus, _STEPS.value, _CHECKPOINTS.value)
     if losses:
-        print(f'{len(losses)} steps: loss {losses[0]:.3f} -> {losses[-1]:.3f} nats a byte')
+        print(f'{len(losses)} steps: loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte')
     print(write(program, helper, state, corpus))
 
 

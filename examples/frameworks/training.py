@@ -1,4 +1,4 @@
-"""All lines of scalax: a training on any mesh, which goes on where it was saved, for any of the models."""
+"""Training of any of the models on any mesh, which continues from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from examples.llama.data import Corpus
 from scalax.checkpoint import Checkpointer
 from scalax.sharding import MeshShardingHelper, PartitionSpec
 
-ROWS = 32
+BATCH_SIZE = 32
 BATCH = PartitionSpec('fsdp')
 
 
@@ -26,7 +26,7 @@ def train(
     steps: int,
     folder: str | Path | None = None,
 ) -> tuple[list[float], Any]:
-    """Trains on a mesh; returns the losses of the steps that were done, and the state."""
+    """Trains on a mesh, and returns the losses of the steps and the state."""
     init = helper.sjit(program.init, out_shardings=program.rule)  # created in shards
     step = helper.sjit(
         program.train_step,
@@ -43,7 +43,7 @@ def train(
             state = saved.restore(helper, program.rule, jax.eval_shape(program.init, key))
         else:
             state = init(key)
-        load = (corpus.batch(ROWS, SEQUENCE, 0, i) for i in range(first or 0, steps))
+        load = (corpus.batch(BATCH_SIZE, SEQUENCE, 0, i) for i in range(first or 0, steps))
         for tokens in stack.enter_context(helper.prefetch(load, mesh_axis_subset='fsdp')):
             state, loss = step(state, tokens)
             losses.append(float(loss))
@@ -53,10 +53,10 @@ def train(
 
 
 def write(program: Program, helper: MeshShardingHelper, state: Any, corpus: Corpus, length: int = 32) -> str:
-    """What the model writes after a piece of text, the likeliest byte each time."""
+    """Returns the continuation of a text by the model, with greedy decoding."""
     logits = helper.sjit(program.logits, in_shardings=(program.rule, BATCH), batch_argnums=1)
-    rows = helper.mesh.shape['fsdp']
-    tokens = np.repeat(corpus.prompts(1, SEQUENCE), rows, 0)
+    batch_size = helper.mesh.shape['fsdp']
+    tokens = np.repeat(corpus.prompts(1, SEQUENCE), batch_size, 0)
     for _ in range(length):
         last = np.asarray(logits(state, tokens[:, -SEQUENCE:]))[:, -1].argmax(-1)
         tokens = np.concatenate([tokens, last[:, None].astype(tokens.dtype)], 1)

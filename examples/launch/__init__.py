@@ -1,6 +1,6 @@
-"""Ways to start a program on several processes.
+"""Launchers for programs with several processes.
 
-`local.py` starts them on this machine; `slurm.sbatch`, `tpu_pod.sh` and `jobset.yaml` are to be edited
-and given to the scheduler they are named after; `present.py` is what a JobSet starts. docs/multihost.md
-says how each finds its processes.
+`local.py` starts processes on this machine. `slurm.sbatch`, `tpu_pod.sh` and `jobset.yaml` are templates for
+the schedulers that they are named after. `present.py` is the program that a JobSet starts. docs/multihost.md
+describes how each of them connects its processes.
 """

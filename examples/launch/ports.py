@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def held_port() -> Iterator[int]:
-    """A port that is free, and that no other program is given meanwhile.
+    """Yields a free port, and reserves it.
 
-    The coordinator takes it seconds later, when its process has imported JAX. It shares ports, and so does
-    the socket that holds this one, which listens to nobody. Where that is not known to work nothing holds it.
+    The coordinator binds it seconds later, when its process has imported JAX. It uses SO_REUSEPORT, as does
+    the socket that reserves the port without listening. On other systems than Linux the port is not reserved.
     """
     with socket.socket() as holder:
         if sys.platform == 'linux':

@@ -2,13 +2,13 @@
 
 Read it in this order:
 
-- `model.py`: the decoder, in plain JAX. It names its activations and knows no mesh.
-- `strategies.py`: the sharding strategies, one table; the only file that names mesh axes.
-- `training.py`: the train state and the pure functions that make and advance it.
-- `trainer.py`: where those functions, a strategy and a mesh meet.
+- `model.py`: the decoder, in plain JAX. It names its activations and does not depend on a mesh.
+- `strategies.py`: a table of sharding strategies, and the only file that names mesh axes.
+- `training.py`: the train state, and the pure functions that create and update it.
+- `trainer.py`: these functions, compiled for a strategy and a mesh.
 - `train.py`: the entry point.
 
-Around these: `data.py` (text to batches), `generate.py` (sampling), `options.py` (the flags),
-`settings.py` (which flags go together), `progress.py` (checkpoints), `interrupt.py` (Ctrl-C), `report.py`
-(what a run leaves).
+The other files: `data.py` (text to batches), `generate.py` (sampling), `options.py` (the flags),
+`settings.py` (checks of the flags), `mesh_choice.py` (the mesh), `progress.py` (checkpoints), `restart.py`
+(time of a restart), `interrupt.py` (Ctrl-C), `report.py` (the results).
 """

@@ -15,8 +15,8 @@ def make_generate(
 ) -> Callable[[Params, jax.Array, jax.Array], jax.Array]:
     """Returns `generate(params, prompts [B, S], key) -> bytes [B, length]`.
 
-    The bytes continue the prompts. At every step the model sees the last S bytes, computed afresh:
-    short to read, and S times the work of a decoder that keeps its keys and values.
+    The bytes continue the prompts. At every step the model recomputes the last S bytes, which is short code,
+    but S times the work of a decoder with a key/value cache.
     """
 
     def generate(params: Params, prompts: jax.Array, key: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
-"""Ctrl-C: the first asks the run to end where it is; the second ends it at once.
+"""Handling of Ctrl-C: the first one ends the run after the current step, the second one immediately.
 
-Of several processes, each may be in another step when it hears of that. There the first Ctrl-C becomes
-SIGTERM, at which all of them stop after the same step.
+With several processes, each may be in a different step. There the first Ctrl-C becomes SIGTERM, after which
+all processes stop after the same step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MESSAGE = b'\nInterrupted: keeping what was reached. Ctrl-C again to abort.\n'
 
 
 class Interrupt:
-    """A context in which the first Ctrl-C sets `requested` and the second kills the program."""
+    """A context in which the first Ctrl-C sets `requested`, and the second one kills the program."""
 
     def __init__(self, several: bool) -> None:
         self.requested, self._several = False, several
@@ -32,10 +32,10 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._previous)
 
     def _on_first(self, signum: int, frame: FrameType | None) -> None:
-        # The default action needs no Python, so the second works in the middle of a compilation.
+        # The default action does not run Python, so the second Ctrl-C works during a compilation.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
             return
         self.requested = True
-        os.write(2, MESSAGE)  # print() may be what was interrupted, and it cannot be entered twice
+        os.write(2, MESSAGE)  # print() may be the interrupted call, and is not re-entrant

@@ -1,7 +1,7 @@
-"""The mesh for as many devices as there are: by a table, or by a search.
+"""The mesh for the available devices, from a table or a search.
 
-A run that goes on after a loss has fewer devices than it began with. What its batches are and which losses
-it finds depends on no mesh.
+A run that continues after the loss of a host has fewer devices than before. Its batches and losses do not
+depend on the mesh.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SEARCH = 'search'
 
 
 def choose_mesh(options: Options, strategy: Strategy, devices: Sequence[jax.Device]) -> str | None:
-    """Returns what `--mesh` says for these devices, in the form of one mesh: 'fsdp=3,tp=2'.
+    """Returns the mesh that `--mesh` specifies for these devices, such as 'fsdp=3,tp=2'.
 
     Raises:
-      app.UsageError: the table cannot be read or has no such number of devices, or no mesh suits.
+      app.UsageError: the table is invalid or lacks this number of devices, or no mesh is suitable.
     """
     if options.mesh == SEARCH:
         sizes = search_mesh(options, strategy, devices)
@@ -37,16 +37,16 @@ def choose_mesh(options: Options, strategy: Strategy, devices: Sequence[jax.Devi
         return options.mesh
     table = read_table(options.mesh)
     if len(devices) not in table:
-        known = ', '.join(map(str, table))
+        counts = ', '.join(map(str, table))
         raise app.UsageError(
-            f'--mesh {options.mesh}: {len(devices)} devices are here, and it has meshes for {known}. Add '
+            f'--mesh {options.mesh}: {len(devices)} devices are here, and it has meshes for {counts}. Add '
             f'"{len(devices)}: ...", or give search.'
         )
     return table[len(devices)]
 
 
 def read_table(text: str) -> dict[int, str]:
-    """Returns the mesh of each number of devices.
+    """Returns the mesh for each number of devices.
 
     Example:
       >>> read_table('8: fsdp=4,tp=2; 6: fsdp=6')
@@ -66,9 +66,9 @@ def read_table(text: str) -> dict[int, str]:
 
 
 def search_mesh(options: Options, strategy: Strategy, devices: Sequence[jax.Device]) -> dict[str, int]:
-    """Returns the best mesh of those over which the batch and the model divide.
+    """Returns the best mesh over which the batch and the model can be sharded.
 
-    All processes search, for compiling may need all of them, and take the answer of the first.
+    All processes search, because compiling may need all of them, and use the result of process 0.
     """
 
     def make_step(helper: MeshShardingHelper) -> tuple:
@@ -76,12 +76,12 @@ def search_mesh(options: Options, strategy: Strategy, devices: Sequence[jax.Devi
         tokens = jax.ShapeDtypeStruct((options.batch_size, options.sequence_length + 1), np.int32)
         return trainer.train_step, (trainer.abstract_state(), tokens)
 
-    def suits(sizes: dict[str, int]) -> bool:
+    def is_valid(sizes: dict[str, int]) -> bool:
         return sizes.get('stage', 1) == options.stages and not [*sharding_problems(options, strategy, sizes)]
 
     try:
-        found = search(make_step, devices, [*strategy.mesh], constraints=suits)
-        best = found.best.mesh
+        result = search(make_step, devices, [*strategy.mesh], constraints=is_valid)
+        best = result.best.mesh
     except (ArgumentError, PlanError) as error:
         raise app.UsageError(f'--mesh search, {len(devices)} devices: {error}') from error
     if jax.process_count() > 1:

@@ -1,7 +1,7 @@
 """The model: a LLaMA-style decoder over bytes, in plain JAX.
 
-The code is written for one device; no mesh axis appears here. It names its activations with
-`with_sharding_annotation`, for strategies that want one elsewhere than where its rows are. `ACTIVATIONS`
+The code is written for one device, without mesh axes. It names its activations with
+`with_sharding_annotation`, for strategies that shard them in more dimensions than the batch. `ACTIVATIONS`
 lists the names. Letters in shapes: B sequences, S positions, D width, L layers, H query heads, G key/value
 heads, K head size, F hidden units of the feed-forward block, V bytes in the vocabulary.
 
@@ -28,7 +28,7 @@ ACTIVATIONS = {
     'hidden': ('batch', 'sequence', 'hidden'),
     'logits': ('batch', 'sequence', 'vocabulary'),
 }
-"""The names this model gives to its activations, and the dimensions of each."""
+"""The names of activations, and the dimensions of each activation."""
 
 Params = dict[str, Any]  # arrays, and under 'layers' a dict of arrays
 
@@ -57,17 +57,17 @@ class ModelConfig:
 
 
 def init_params(key: jax.Array, config: ModelConfig) -> Params:
-    """Returns untrained float32 parameters; those of the L layers are stacked, ready for a scan."""
+    """Returns untrained float32 parameters. The parameters of the L layers are stacked for a scan."""
     width, layers, hidden = config.width, config.layers, config.hidden
     query_width = config.heads * config.head_size
     kv_width = config.kv_heads * config.head_size
     keys = iter(jax.random.split(key, 9))
 
     def normal(*shape: int, gain: float = 1.0) -> jax.Array:
-        """Weights that keep the variance of what they take in: their next-to-last dimension."""
+        """Returns weights that preserve the variance of their input, the next-to-last dimension."""
         return jax.random.normal(next(keys), shape) * (gain / math.sqrt(shape[-2]))
 
-    into_residual = 1 / math.sqrt(2 * layers)  # 2L branches add up in the residual stream
+    into_residual = 1 / math.sqrt(2 * layers)  # 2L branches are summed in the residual stream
     return {
         'embed': jax.random.normal(next(keys), (config.vocabulary, width)),
         'layers': {
@@ -91,13 +91,13 @@ def forward(
 ) -> jax.Array:
     """Returns the logits [B, S, V] of the byte after each of `tokens` [B, S].
 
-    With a `dropout_key` the model trains: `config.dropout` of what each block adds is dropped.
+    With a `dropout_key`, the outputs of blocks are dropped with the probability `config.dropout`.
     """
     rotation = rotary_angles(tokens.shape[1], config)
     x = params['embed'][tokens]
     x = with_sharding_annotation(x, 'residual')
 
-    @jax.checkpoint  # keep only each layer's input; compute the rest again on the way back
+    @jax.checkpoint  # save only each layer's input; recompute the rest in the backward pass
     def layer(x: jax.Array, scanned: tuple) -> tuple[jax.Array, None]:
         weights, key = scanned
         attention_key, mlp_key = (None, None) if key is None else jax.random.split(key)
@@ -122,14 +122,14 @@ def block_input(x: jax.Array, scale: jax.Array, config: ModelConfig) -> jax.Arra
 
 
 def rotary_angles(sequence: int, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Returns the cosines and sines [S, 1, K/2] by which a position turns each pair of a head."""
+    """Returns the cosines and sines [S, 1, K/2] that rotate each pair of a head by position."""
     frequency = config.rotary_base ** (-jnp.arange(0, config.head_size, 2) / config.head_size)
     angle = jnp.arange(sequence)[:, None, None] * frequency
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns the heads of `x` [B, S, heads, K] by position: q . k then shows distances only."""
+    """Rotates the heads of `x` [B, S, heads, K] by position, so that q . k depends on distances only."""
     cos, sin = (part.astype(x.dtype) for part in rotation)
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)
@@ -168,7 +168,7 @@ def mlp(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
 
 
 def drop(x: jax.Array, key: jax.Array | None, config: ModelConfig) -> jax.Array:
-    """Drops a part of `x`, drawn by `key`, and scales up the rest; nothing without a key."""
+    """Applies dropout to `x`. Does nothing without a key."""
     if key is None or config.dropout == 0:
         return x
     keep = 1 - config.dropout

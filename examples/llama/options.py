@@ -1,4 +1,4 @@
-"""The flags: defined here once, and read here into one immutable value."""
+"""The flags, and their values as one immutable object."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDTH = flags.DEFINE_integer('width', 128, 'Width of the residual stream.', low
 _LAYERS = flags.DEFINE_integer('layers', 4, 'Decoder layers.', lower_bound=1)
 _HEADS = flags.DEFINE_integer('heads', 4, 'Query heads.', lower_bound=1)
 _KV_HEADS = flags.DEFINE_integer('kv_heads', 2, 'Key/value heads, shared by the query heads.', lower_bound=1)
-_DROPOUT = flags.DEFINE_float('dropout', 0.0, 'Part dropped of what each block adds.', lower_bound=0)
+_DROPOUT = flags.DEFINE_float('dropout', 0.0, 'Dropout probability of the outputs of blocks.', lower_bound=0)
 _LEARNING_RATE = flags.DEFINE_float('learning_rate', 3e-3, 'Peak learning rate.', lower_bound=0)
 _WARMUP = flags.DEFINE_integer('warmup', 20, 'Steps until the learning rate peaks.', lower_bound=0)
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of the parameters, the batches and the sample.', lower_bound=0)
@@ -32,8 +32,8 @@ _STRATEGY = flags.DEFINE_enum(
 _MESH = flags.DEFINE_string(
     'mesh',
     None,
-    'Devices along each mesh axis of the strategy, as in fsdp=-1,tp=2; -1 takes the devices that '
-    'are left. Or a table by the number of devices, as in "8: fsdp=4,tp=2; 6: fsdp=6"; or search: the mesh '
+    'Devices along each mesh axis of the strategy, as in fsdp=-1,tp=2; -1 uses all remaining devices. '
+    'Or a table by the number of devices, as in "8: fsdp=4,tp=2; 6: fsdp=6"; or search: the mesh '
     "with the best plan. Default: the strategy's own mesh.",
 )
 _STAGES = flags.DEFINE_integer(
@@ -42,13 +42,13 @@ _STAGES = flags.DEFINE_integer(
 _MICROBATCHES = flags.DEFINE_integer(
     'microbatches',
     None,
-    'Parts of the batch that pass through the stages one after the other. Default: twice the stages.',
+    'Microbatches that pass through the pipeline one after the other. Default: twice the stages.',
     lower_bound=1,
 )
 _DEVICES = flags.DEFINE_integer(
     'devices',
     None,
-    'Use this many devices. A machine with one CPU simulates them; 8 if not given.',
+    'The number of devices to use. A machine without accelerators simulates them, by default 8.',
     lower_bound=1,
 )
 _TEXT = flags.DEFINE_list('text', [], "Files to train on. Default: Python's own documentation.")
@@ -57,14 +57,14 @@ _CHECKPOINTS = flags.DEFINE_string(
 )
 _SAVE_EVERY = flags.DEFINE_integer('save_every', 100, 'Steps between two checkpoints.', lower_bound=1)
 _PAUSE = flags.DEFINE_float(
-    'pause', 0.0, 'Seconds to wait after each step, to have time to disturb a small run.', lower_bound=0
+    'pause', 0.0, 'Seconds to wait after each step, for tests that interrupt a small run.', lower_bound=0
 )
 _OUTPUT = flags.DEFINE_string('output', 'runs/llama', 'Folder for the results.')
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """All that a run is asked to do."""
+    """The options of a run."""
 
     model: ModelConfig
     optimizer: OptimizerConfig
@@ -84,7 +84,7 @@ class Options:
 
     @property
     def run(self) -> dict[str, Any]:
-        """What makes two runs the same: all that losses depend on, in a form that JSON holds."""
+        """The options that determine the losses, as values for JSON. They identify a run."""
         return {
             'model': dataclasses.asdict(self.model),
             'optimizer': dataclasses.asdict(self.optimizer),
@@ -99,7 +99,7 @@ def read_options(arguments: Sequence[str]) -> Options:
     """Returns the parsed flags.
 
     Args:
-      arguments: what the command line holds besides flags: further files after `--text`.
+      arguments: the arguments that are not flags: further files after `--text`.
     """
     if arguments and not _TEXT.value:
         raise app.UsageError(

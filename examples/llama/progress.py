@@ -1,7 +1,7 @@
-"""The progress of a run, its state and its losses, in checkpoints.
+"""Checkpoints of the progress of a run: its state and its losses.
 
-A batch is a function of (seed, step), and the state holds the key of every draw: what is here is all that
-the next step depends on, so a run that is continued gives the losses of one that was never ended.
+A batch is a function of (seed, step), and the state contains the root of all random keys. The next step
+depends on nothing else, so a continued run has the losses of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from scalax.checkpoint import Checkpointer
 
 @dataclasses.dataclass
 class Progress:
-    """How far a run has come."""
+    """The progress of a run."""
 
     state: TrainState
     untrained: float  # validation loss before the first step
-    losses: list[jax.Array | float]  # of each step that is done
+    losses: list[jax.Array | float]  # of each completed step
 
     @property
     def step(self) -> int:
@@ -36,7 +36,7 @@ class Progress:
 
 
 class Checkpoints:
-    """The checkpoints of a run in a folder: `steps/`, and in `run.json` which run it is."""
+    """The checkpoints of a run: a folder with `steps/`, and with `run.json`, which identifies the run."""
 
     def __init__(self, folder: str, trainer: Trainer, options: Options) -> None:
         self._trainer, self._steps, self._every = trainer, options.optimizer.steps, options.save_every
@@ -44,7 +44,7 @@ class Checkpoints:
         self._checkpointer = Checkpointer(epath.Path(folder) / 'steps')
 
     def restore(self) -> Progress | None:
-        """Returns the progress at the last complete step; None where nothing was saved."""
+        """Returns the progress at the last saved step, or None if there is none."""
         if self._checkpointer.latest_step() is None:
             return None
         like = {
@@ -58,7 +58,7 @@ class Checkpoints:
         return Progress(tree['state'], tree['untrained'], losses.tolist())
 
     def save(self, progress: Progress, now: bool = False) -> None:
-        """Saves every so many steps, or `now`, unless it has. It is written while the next steps run."""
+        """Saves at each interval, or `now`. Files are written while the next steps run."""
         if not now and progress.step % self._every:
             return
         losses = np.zeros(self._steps, np.float32)
@@ -71,18 +71,18 @@ class Checkpoints:
         self._checkpointer.save(progress.step, tree)
 
     def close(self) -> None:
-        """Waits until all is written."""
+        """Waits until all files are written."""
         self._checkpointer.close()
 
 
 def require_same(file: epath.Path, run: dict[str, Any]) -> None:
-    """Refuses to continue another run than the one in a file; writes down which one it is where none is."""
+    """Raises an error if a file identifies another run, and creates the file if it does not exist."""
     try:
         before = json.loads(file.read_text())
     except FileNotFoundError:
         if jax.process_index() == 0:
             file.parent.mkdir(parents=True, exist_ok=True)
-            # Under another name first: who reads it finds all of it or nothing, also after a kill.
+            # Written under another name first, so that a reader never sees half of it, even after a kill.
             unfinished = file.with_suffix('.unfinished')
             unfinished.write_text(json.dumps(run, indent=2) + '\n')
             unfinished.replace(file)

@@ -1,4 +1,4 @@
-"""The results of a run: a loss curve, a sample, the sharding of its state, and its numbers."""
+"""The results of a run: a loss curve, a sample, the sharding of its state, and figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """What was reached. Losses are in nats a byte, times in seconds."""
+    """The results of a run. Losses are in nats per byte, times in seconds."""
 
     strategy: str
     mesh: dict[str, int]
@@ -29,12 +29,12 @@ class Results:
     seconds: float
 
     def summary(self) -> str:
-        """Says in a line how it went."""
+        """Returns the results in one line."""
         ended = 'Interrupted' if self.interrupted else 'Done'
         return (
             f'{ended} after {self.steps} of {self.steps_asked} steps: '
             f'validation loss {self.validation_loss_untrained:.3f} -> {self.validation_loss:.3f} '
-            f'nats a byte, {self.seconds:.0f} s.'
+            f'nats per byte, {self.seconds:.0f} s.'
         )
 
 
@@ -48,7 +48,7 @@ def write_report(output: Path, results: Results, sample: str, sharding: str) -> 
 
 def draw_losses(path: Path, results: Results) -> None:
     """Draws the training loss over the steps, and the validation loss before and after."""
-    # Importing it takes about as long as importing JAX, and this is the end of a run.
+    # Imported here, because it takes about as long as importing JAX.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout='constrained')
@@ -81,7 +81,7 @@ def draw_losses(path: Path, results: Results) -> None:
     axes.set_xlim(0, max(len(losses), 1))
     axes.set_ylim(bottom=0)
     axes.set_xlabel('step')
-    axes.set_ylabel('loss (nats a byte)')
+    axes.set_ylabel('loss (nats per byte)')
     mesh = ' x '.join(f'{name}={size}' for name, size in results.mesh.items())
     axes.set_title(
         f'{results.parameters:,} parameters on {results.devices}, {results.strategy} ({mesh})',
@@ -93,12 +93,12 @@ def draw_losses(path: Path, results: Results) -> None:
     figure.savefig(path, dpi=150)
 
 
-def smooth(values: np.ndarray, reach: int = 10) -> np.ndarray:
-    """Returns at each place the mean of the values up to `reach` places away on both sides."""
+def smooth(values: np.ndarray, radius: int = 10) -> np.ndarray:
+    """Returns the moving average of the values within `radius` on both sides."""
     total = np.cumsum(np.insert(values, 0, 0.0))
-    places = np.arange(len(values))
-    starts = np.maximum(places - reach, 0)
-    ends = np.minimum(places + reach + 1, len(values))
+    indices = np.arange(len(values))
+    starts = np.maximum(indices - radius, 0)
+    ends = np.minimum(indices + radius + 1, len(values))
     return (total[ends] - total[starts]) / (ends - starts)
 
 
@@ -107,8 +107,8 @@ def format_sample(prompts: np.ndarray, written: np.ndarray, shown: int = 2) -> s
 
     Args:
       prompts: [B, S] bytes of validation text.
-      written: [B, length] bytes that the model wrote after each.
-      shown: how many of the B to show.
+      written: [B, length] bytes that the model generated after each prompt.
+      shown: the number of samples to show.
     """
     parts = []
     for prompt, continuation in zip(prompts[:shown], written[:shown], strict=True):
@@ -117,6 +117,6 @@ def format_sample(prompts: np.ndarray, written: np.ndarray, shown: int = 2) -> s
 
 
 def decode(tokens: np.ndarray) -> str:
-    """Returns the text of `tokens`; a model of bytes may write some that are no text."""
+    """Returns the text of `tokens`, with replacement characters for invalid UTF-8."""
     text = tokens.astype(np.uint8).tobytes().decode('utf-8', errors='replace')
     return ''.join(letter if letter.isprintable() or letter == '\n' else '\ufffd' for letter in text)

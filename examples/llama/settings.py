@@ -1,6 +1,6 @@
-"""Checks of the settings: everything that can be refused is refused here, before any work.
+"""Checks of the settings, before any work.
 
-Each check says what was asked for, why it cannot be, and what to change.
+Each message names the setting, the reason why it is invalid, and what to change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from examples.llama.strategies import STRATEGIES, Strategy
 from scalax.errors import MeshError
 from scalax.sharding import MeshShardingHelper, Pipeline
 
-# The flag that sets each dimension of an activation.
+# Dimension of an activation -> the flag that sets it.
 FLAGS = {
     'batch': '--batch_size',
     'sequence': '--sequence_length',
@@ -30,38 +30,36 @@ FLAGS = {
 
 
 def make_helper(strategy: Strategy, mesh: str | None, devices: Sequence[jax.Device]) -> MeshShardingHelper:
-    """Returns the helper of the mesh over the devices.
+    """Returns a helper for a mesh of the devices.
 
     Args:
-      strategy: names the axes, and the default for a `mesh` of None. That default shrinks where
-        there are too few devices for it; what the user asks for never does.
-      mesh: as in 'fsdp=-1,tp=2', in any order; axes left out have one device,
-        but there are as many stages as the strategy has.
-      devices: all of them are used.
+      strategy: the strategy, with the names of the axes, and the default mesh. The default shrinks if there
+        are too few devices; a mesh of the user never does.
+      mesh: as in 'fsdp=-1,tp=2', in any order. Axes that are left out have size 1, except for stages, whose
+        number is part of the strategy.
+      devices: the devices, which are all used.
 
     Raises:
-      app.UsageError: `mesh` cannot be read or does not fit the devices.
+      app.UsageError: `mesh` is invalid or does not fit the devices.
     """
     count = len(devices)
-    stages = {
-        name: size for name, size in strategy.mesh.items() if name == 'stage'
-    }  # asked for, with --stages
+    stages = {name: size for name, size in strategy.mesh.items() if name == 'stage'}  # from --stages
     if mesh is None:
-        of_stage = count // stages.get('stage', 1)
+        per_stage = count // stages.get('stage', 1)
         axes = {
-            name: size if size == -1 else math.gcd(size, of_stage) for name, size in strategy.mesh.items()
+            name: size if size == -1 else math.gcd(size, per_stage) for name, size in strategy.mesh.items()
         }
         axes |= stages
     else:
         axes = dict.fromkeys(strategy.mesh, 1) | stages | parse_mesh(mesh, strategy)
     try:
         return MeshShardingHelper(list(axes.values()), list(axes), devices=devices)
-    except MeshError as error:  # it says which sizes would fit
+    except MeshError as error:  # its message suggests sizes that fit
         raise app.UsageError(f'--mesh {mesh}, --devices {count}: {error}') from error
 
 
 def parse_mesh(mesh: str, strategy: Strategy) -> dict[str, int]:
-    """Returns the axis sizes that a string such as 'fsdp=-1,tp=2' gives."""
+    """Parses axis sizes such as 'fsdp=-1,tp=2'."""
     axes: dict[str, int] = {}
     for entry in mesh.split(','):
         name, equals, size = (part.strip() for part in entry.partition('='))
@@ -69,9 +67,9 @@ def parse_mesh(mesh: str, strategy: Strategy) -> dict[str, int]:
             example = ','.join(f'{axis}={count}' for axis, count in strategy.mesh.items())
             raise app.UsageError(f'--mesh {mesh}: "{entry}" is not of the form axis=devices, as in {example}')
         if name not in strategy.mesh:
-            known = ', '.join(strategy.mesh)
+            names = ', '.join(strategy.mesh)
             raise app.UsageError(
-                f'--mesh {mesh}: strategy {strategy.name} has no mesh axis "{name}", only: {known}.'
+                f'--mesh {mesh}: strategy {strategy.name} has no mesh axis "{name}", only: {names}.'
                 + suggest(name, strategy)
             )
         if name in axes:
@@ -81,7 +79,7 @@ def parse_mesh(mesh: str, strategy: Strategy) -> dict[str, int]:
 
 
 def suggest(axis: str, strategy: Strategy) -> str:
-    """Returns a hint at what an unknown mesh axis may have meant, or nothing."""
+    """Returns a suggestion for an unknown mesh axis, or an empty text."""
     if near := difflib.get_close_matches(axis, strategy.mesh, n=1):
         return f' Did you mean "{near[0]}"?'
     if others := [other.name for other in STRATEGIES.values() if axis in other.mesh]:
@@ -90,14 +88,14 @@ def suggest(axis: str, strategy: Strategy) -> str:
 
 
 def check_settings(options: Options, strategy: Strategy, axes: Mapping[str, int]) -> None:
-    """Raises an `app.UsageError` that names everything that is wrong with the settings."""
+    """Raises an `app.UsageError` with all problems of the settings."""
     problems = [*model_problems(options), *sharding_problems(options, strategy, axes)]
     if problems:
         raise app.UsageError('\n  '.join(['these settings do not go together:', *dict.fromkeys(problems)]))
 
 
 def model_problems(options: Options) -> Iterator[str]:
-    """Yields what no device could compute."""
+    """Yields problems of the model that do not depend on the mesh."""
     model = options.model
     if model.width % model.heads:
         yield f'--width {model.width} is not a multiple of --heads {model.heads}'
@@ -113,7 +111,7 @@ def model_problems(options: Options) -> Iterator[str]:
 
 
 def sharding_problems(options: Options, strategy: Strategy, axes: Mapping[str, int]) -> Iterator[str]:
-    """Yields what does not divide over the mesh: dimensions of the activations."""
+    """Yields the dimensions of activations that are not divisible by their mesh axes."""
     model = options.model
     sizes = {
         'batch': options.batch_size,
@@ -125,12 +123,12 @@ def sharding_problems(options: Options, strategy: Strategy, axes: Mapping[str, i
         'hidden': model.hidden,
         'vocabulary': model.vocabulary,
     }
-    for dimension, mesh_axes in splits(strategy):
+    for dimension, mesh_axes in sharded_dimensions(strategy):
         parts = math.prod(axes[axis] for axis in mesh_axes)
         if sizes[dimension] % parts:
-            what = FLAGS.get(dimension, dimension)
+            flag = FLAGS.get(dimension, dimension)
             yield (
-                f'{what} {sizes[dimension]} does not divide over mesh axis '
+                f'{flag} {sizes[dimension]} does not divide over mesh axis '
                 f'{", ".join(mesh_axes)} of {parts} devices: make it a multiple of {parts}, '
                 'or change --mesh or --devices'
             )
@@ -141,24 +139,24 @@ def sharding_problems(options: Options, strategy: Strategy, axes: Mapping[str, i
 def stage_problems(
     options: Options, strategy: Strategy, pipeline: Pipeline, axes: Mapping[str, int]
 ) -> Iterator[str]:
-    """Yields what does not divide into pipeline stages: layers, and the rows of the batch."""
+    """Yields the problems of a pipeline: layers or a batch that are not divisible."""
     count, layers, parts = axes[pipeline.axis], options.model.layers, pipeline.num_microbatches
     if layers % count:
         yield f'--layers {layers} do not divide into {count} stages: make it a multiple of {count}'
-    rows = parts * math.prod(axes[axis] for axis in strategy.data_axes if axis != pipeline.axis)
-    if options.batch_size % rows:
+    examples = parts * math.prod(axes[axis] for axis in strategy.data_axes if axis != pipeline.axis)
+    if options.batch_size % examples:
         yield (
             f'--batch_size {options.batch_size} does not divide into {parts} microbatches, which are split '
-            f'over the devices of a stage: make it a multiple of {rows}, or change --microbatches'
+            f'over the devices of a stage: make it a multiple of {examples}, or change --microbatches'
         )
 
 
-def splits(strategy: Strategy) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yields dimensions of activations, and the mesh axes over which a strategy splits each."""
+def sharded_dimensions(strategy: Strategy) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yields dimensions of activations, and the mesh axes over which a strategy shards each of them."""
     yield 'batch', strategy.data_axes
     others = tuple(axis for axis in strategy.mesh if axis not in strategy.data_axes)
     for dimension in ('heads', 'kv_heads', 'hidden', 'vocabulary'):
         yield dimension, others
     for name, spec in strategy.activations.items():
-        for dimension, placed in zip(ACTIVATIONS[name], spec, strict=False):
-            yield dimension, (placed,) if isinstance(placed, str) else placed or ()
+        for dimension, entry in zip(ACTIVATIONS[name], spec, strict=False):
+            yield dimension, (entry,) if isinstance(entry, str) else entry or ()

@@ -1,19 +1,20 @@
-"""The sharding strategies, in one table; a strategy is a few lines of it.
+"""A table of sharding strategies, each of a few lines.
 
-A strategy answers four questions, and nothing else in this example changes with the answers:
+A strategy answers four questions, and nothing else in this example depends on the answers:
 
-- *Where?* `mesh`: the mesh axes and how many devices are along each; -1 takes what is left.
-- *What does a device keep of the train state?* `state`: a rule from leaf paths and shapes to specs.
-  It sees the whole state, and an optimizer moment's path ends like its parameter's
-  (`params/layers/up`, `opt_state/1/0/mu/layers/up`), so one line of a table places all three.
-- *Which examples of a batch does a device get?* `data_axes`: the axes over which the batch is split.
-- *How are activations sharded?* Along the batch: scalax partitions the step. Only exceptions are
-  listed. `activations`: specs for names that `model.py` gives to values (it also lists
-  their dimensions), and `gradients`: a rule for the gradients before the update.
+- *Which mesh?* `mesh`: the mesh axes and their sizes. -1 uses all remaining devices.
+- *How is the train state sharded?* `state`: a rule from leaf paths and shapes to specs. The path of an
+  optimizer moment ends like the path of its parameter (`params/layers/up`, `opt_state/1/0/mu/layers/up`), so
+  one line of the rule applies to all three.
+- *Which examples of a batch does a device get?* `data_axes`: the axes over which the batch is sharded.
+- *How are activations sharded?* Along the batch, because scalax partitions the step. Only exceptions are
+  listed: `activations` has specs for names that `model.py` gives to values (it also lists their dimensions),
+  and `gradients` is a rule for the gradients before the update.
 
-Each of them runs in pipeline stages too (`in_stages`): one more mesh axis, over which the layers are sharded.
+Each strategy also runs as a pipeline (`in_stages`), with one more mesh axis, over which the layers are
+sharded.
 
-In a spec, `None` leaves a dimension unsharded; so are dimensions after the last one mentioned.
+In a spec, `None` leaves a dimension unsharded, as are dimensions after the last entry.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ P = PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """One way to lay a training run out over devices."""
+    """The sharding of a training run."""
 
     name: str
     doc: str
@@ -46,24 +47,24 @@ class Strategy:
 
     @property
     def train_annotations(self) -> dict[str, ShardingRule | PartitionSpec]:
-        """The annotations of a training step: the model's and its own."""
+        """The annotations of a training step: of the activations and of the gradients."""
         gradients = {} if self.gradients is None else {'gradients': self.gradients}
         return {**self.activations, **gradients}
 
 
 DATA_PARALLEL = Strategy(
     name='dp',
-    doc='data parallelism: every device has the entire state and its part of the batch',
+    doc='data parallelism: every device has the entire state and its shard of the batch',
     mesh={'dp': -1},
     data_axes=('dp',),
     state=P(),
 )
 
-# The parameters stay replicated, so the forward pass is that of data parallelism. Each device updates
-# its part of them, with its part of Adam's two moments, and then all share what they updated.
+# The parameters stay replicated, so the forward pass is the same as in data parallelism. Each device updates
+# its shard of the parameters, with its shard of Adam's two moments, and the results are all-gathered.
 ZERO1 = Strategy(
     name='zero1',
-    doc='ZeRO-1: data parallelism with the optimizer moments split over the devices',
+    doc='ZeRO-1: data parallelism with the optimizer moments sharded over the devices',
     mesh={'dp': -1},
     data_axes=('dp',),
     state=TreePathShardingRule(
@@ -72,37 +73,37 @@ ZERO1 = Strategy(
     ),
 )
 
-# Asking for split gradients turns their all-reduce into a reduce-scatter: half the traffic, and no
-# device ever keeps all of them.
+# Sharding the gradients turns their all-reduce into a reduce-scatter, with half the traffic, and no device
+# holds all gradients.
 ZERO2 = Strategy(
     name='zero2',
-    doc='ZeRO-2: ZeRO-1 with the gradients split over the devices as well',
+    doc='ZeRO-2: ZeRO-1 with the gradients sharded over the devices as well',
     mesh={'dp': -1},
     data_axes=('dp',),
     state=ZERO1.state,
     gradients=FSDPShardingRule('dp', min_fsdp_size=0),
 )
 
-# The rule splits the largest dimension that divides. Small leaves, here the norms, are not worth a
-# collective. The weights of a layer are gathered where they are used and dropped after.
+# The rule shards the largest divisible dimension. Small leaves, here the norms, are not worth a collective.
+# The weights of a layer are gathered where they are used, and freed afterwards.
 FSDP = Strategy(
     name='fsdp',
-    doc='FSDP (ZeRO-3): parameters, moments and gradients all split, and gathered layer by layer',
+    doc='FSDP (ZeRO-3): parameters, moments and gradients sharded, and gathered layer by layer',
     mesh={'fsdp': -1},
     data_axes=('fsdp',),
     state=FSDPShardingRule('fsdp', min_fsdp_size=1024),
 )
 
-# Tensor parallelism splits what a layer computes: some heads and some hidden units a device. A
-# projection into them is split by columns, the projection back by rows, and what a block adds to the
-# residual is summed over tp. FSDP splits each weight's other dimension. The embeddings are split by width
-# over tp; so is what is looked up in them, and with it the residual between the blocks. The first dimension
-# of everything under layers/ is the stack of layers that the model scans over: never split. `embed$` also
-# matches `unembed`; where 256 words do not divide, as over 3 hosts, they are split by width alone. Scalars
-# (the step, the counts) are replicated without a line of their own.
+# Tensor parallelism shards heads and hidden units. Projections to heads or hidden units are sharded by output
+# features, the projections back by input features, and the outputs of blocks are summed over tp. FSDP shards
+# the other dimension of each weight. The embeddings are sharded by width over tp, and with them the embedded
+# tokens and the residual between the blocks. The first dimension of all leaves under layers/ is the stack of
+# layers that the model scans over, and is never sharded. `embed$` also matches `unembed`. If 256 words are
+# not divisible, for example by 3 hosts, embeddings are sharded by width only. Scalars (the step, the counts)
+# are replicated without an entry.
 FSDP_TP = Strategy(
     name='fsdp_tp',
-    doc='FSDP x tensor parallelism: heads and hidden units split over tp, everything else as FSDP',
+    doc='FSDP x tensor parallelism: heads and hidden units sharded over tp, everything else as FSDP',
     mesh={'fsdp': -1, 'tp': 2},
     data_axes=('fsdp',),
     state=TreePathShardingRule(
@@ -113,13 +114,13 @@ FSDP_TP = Strategy(
     ),
 )
 
-# The residual split by position instead (arXiv:2205.05198). The compiler does not choose that, so it takes
-# names: of the residual, and of what the blocks begin with, which is gathered. The embeddings are split by
-# words over tp, and the vectors looked up in it are replicated.
+# The residual is sharded by position instead (arXiv:2205.05198). The compiler does not choose this, so it
+# needs annotations of the residual, and of the inputs of blocks, which are gathered. The embeddings are
+# sharded by words over tp, and the embedded tokens are replicated over it.
 FSDP_TP_SP = dataclasses.replace(
     FSDP_TP,
     name='fsdp_tp_sp',
-    doc='FSDP x tensor x sequence parallelism: the residual stream split by position over tp',
+    doc='FSDP x tensor x sequence parallelism: the residual stream sharded by position over tp',
     state=TreePathShardingRule((r'\bembed$', P('tp', 'fsdp')), (r'.*', FSDP_TP.state)),
     activations={'residual': P('fsdp', 'tp'), 'block_input': P('fsdp')},
 )
@@ -130,10 +131,10 @@ STRATEGIES = {
 
 
 def in_stages(strategy: Strategy, stages: int, microbatches: int) -> Strategy:
-    """A strategy as a pipeline: each stage has its part of the layers, and runs the strategy on it.
+    """Returns a strategy as a pipeline, whose stages each hold some layers and shard them by the strategy.
 
-    The first dimension of everything under layers/ is the stack of layers; the strategy places the others.
-    Outside of the layers the devices of all stages see rows of their own.
+    The first dimension of all leaves under layers/ is the stack of layers; the strategy shards the others.
+    Outside of the layers, the batch is also sharded over the stages.
     """
     layers = TreePathShardingRule((r'\blayers/', P('stage')), (r'.*', P()))
     data_axes = ('stage', *strategy.data_axes)

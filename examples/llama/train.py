@@ -1,4 +1,4 @@
-"""Trains a LLaMA-style decoder on real text, sharded by the strategy that a flag names.
+"""Trains a LLaMA-style decoder on real text, with a sharding strategy chosen by a flag.
 
     python -m examples.llama.train
     python -m examples.llama.train --strategy fsdp --devices 4
@@ -7,13 +7,13 @@
     python -m examples.llama.train --stages 2
     python -m examples.llama.train --checkpoints runs/saved
 
-It leaves a loss curve, a sample, the sharding of its state and its numbers in a folder. Ctrl-C ends
-it early, with all of these for the steps that were done. With `--checkpoints` it goes on from where it
-was ended, however that was; SIGTERM saves and ends it.
+It writes a loss curve, a sample, the sharding of its state and figures to a folder. Ctrl-C ends it early,
+with the same results for the completed steps. With `--checkpoints` it continues from the last checkpoint,
+however it ended; SIGTERM saves and ends it.
 
-The same program runs on several processes, which a launcher starts (`examples/launch/`). Where a launcher
-starts it again on fewer, it goes on with the same batches; with a table of meshes, or `--mesh search`, on a
-mesh that suits the devices that are left.
+The program also runs on several processes, which a launcher starts (`examples/launch/`). If a launcher
+restarts it on fewer processes, it continues with the same batches. With a table of meshes, or `--mesh
+search`, the new mesh fits the remaining devices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+if __spec__ is None:  # run as a file, not with -m: import from the root of the clone
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import contextlib
@@ -51,13 +51,13 @@ from scalax import distributed
 from scalax.errors import ShardingError
 
 REFUSED = 2
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+INTERRUPTED = 130  # the exit code of a shell for a program that Ctrl-C ended
 
 flags.adopt_module_key_flags(sys.modules[read_options.__module__])  # show them in --help
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the training that the command line asks for; returns the exit code."""
+    """Runs the training with the options of the command line, and returns the exit code."""
     try:
         options = read_options(argv[1:])
         quiet_logs()
@@ -70,11 +70,11 @@ def main(argv: Sequence[str]) -> int:
     except app.UsageError as error:
         print(f'error: {error}', file=sys.stderr)
         return REFUSED
-    with Interrupt(jax.process_count() > 1) as interrupt, ending_all():
-        reached = run(trainer, corpus, saved, options, interrupt, restart)
-        if reached is None:
+    with Interrupt(jax.process_count() > 1) as interrupt, exit_on_error():
+        outcome = run(trainer, corpus, saved, options, interrupt, restart)
+        if outcome is None:
             return distributed.PREEMPTED
-        results, sample = reached
+        results, sample = outcome
         report = trainer.helper.explain(trainer.abstract_state(), trainer.strategy.state)
         if jax.process_index() == 0:
             write_report(output, results, sample, report.to_text(width=160))
@@ -84,16 +84,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def say(text: str) -> None:
-    """Prints once, however many processes there are."""
+    """Prints a text in process 0."""
     if jax.process_index() == 0:
         print(text, flush=True)
 
 
 @contextlib.contextmanager
-def ending_all() -> Iterator[None]:
-    """Ends this process at once after an error, where there are others.
+def exit_on_error() -> Iterator[None]:
+    """Ends this process immediately after an error, if there are other processes.
 
-    Python's own way out would wait for the others, and they are waiting for this one.
+    A normal exit would wait for the other processes, which wait for this one.
     """
     try:
         yield
@@ -106,7 +106,7 @@ def ending_all() -> Iterator[None]:
 
 
 def prepare(options: Options) -> tuple[Trainer, Corpus, Path]:
-    """Checks all that can be checked before any work, and returns what the work needs."""
+    """Checks the options before any work, and returns the trainer, the text and the output folder."""
     strategy = STRATEGIES[options.strategy]
     if options.stages > 1:
         strategy = in_stages(strategy, options.stages, options.microbatches or 2 * options.stages)
@@ -117,7 +117,7 @@ def prepare(options: Options) -> tuple[Trainer, Corpus, Path]:
     trainer = Trainer(helper, strategy, options.model, options.optimizer)
     try:
         helper.match_sharding_rule(strategy.state, trainer.abstract_state())
-    except ShardingError as error:  # it names every leaf, and what to do
+    except ShardingError as error:  # its message names every leaf, and the fix
         raise app.UsageError(str(error)) from error
     output = make_folder(options.output)
 
@@ -135,9 +135,9 @@ def run(
     interrupt: Interrupt,
     restart: Restart,
 ) -> tuple[Results, str] | None:
-    """Trains and evaluates; returns what was reached, and a sample of what the model writes.
+    """Trains and evaluates, and returns the results and a sample of generated text.
 
-    None if it was told to end (SIGTERM), which leaves the time to save, and no more.
+    Returns None after SIGTERM, which leaves only the time to save.
     """
     start = time.monotonic()
     progress = saved.restore() if saved else None
@@ -149,10 +149,10 @@ def run(
     restart.done('restore')
     parameters = sum(leaf.size for leaf in jax.tree.leaves(progress.state.params))
     say(f'model     {parameters:,} parameters, validation loss {progress.untrained:.3f} untrained')
-    rate, told_to_end = train(trainer, progress, corpus, saved, options, interrupt, restart)
+    rate, is_preempted = train(trainer, progress, corpus, saved, options, interrupt, restart)
     if saved:
         saved.close()
-    if told_to_end:
+    if is_preempted:
         say(f'Told to end: {"saved" if saved else "not saved (no --checkpoints)"} after step {progress.step}')
         return None
     state, losses = progress.state, [float(loss) for loss in progress.losses]
@@ -185,36 +185,36 @@ def train(
     interrupt: Interrupt,
     restart: Restart,
 ) -> tuple[float, bool]:
-    """Does the steps that are left; returns the tokens a second, and whether it was told to end.
+    """Runs the remaining steps, and returns the tokens per second, and whether SIGTERM was received.
 
-    It stops early if interrupted. The first step, which compiles, does not count for the speed.
+    It stops early if interrupted. The first step, which compiles, is not part of the speed.
     """
     first, last = progress.step, options.optimizer.steps
     size, sequence = options.batch_size, options.sequence_length
-    rows = trainer.rows(size)
-    load = (corpus.batch(size, sequence, options.seed, step, rows) for step in range(first, last))
+    examples = trainer.process_examples(size)
+    load = (corpus.batch(size, sequence, options.seed, step, examples) for step in range(first, last))
     rate = 0.0
     with progress_bar(first, last) as bar, trainer.prefetch(load) as batches:
         while progress.step < last and not interrupt.requested:
             progress.state, loss = trainer.train_step(progress.state, next(batches))
             progress.losses.append(loss)
-            told_to_end = distributed.should_stop(progress.step)
+            is_preempted = distributed.should_stop(progress.step)
             if saved:
-                saved.save(progress, now=told_to_end)
-            if told_to_end:
+                saved.save(progress, now=is_preempted)
+            if is_preempted:
                 return rate, True
-            # Reading a loss waits for its step. The one before is read, so that the devices always
-            # have a step to work on. Were none read, all steps would be queued at once; simulated
-            # devices share a few threads, and a long queue leaves none to finish a collective with.
-            shown = f'loss {float(progress.losses[max(first, progress.step - 2)]):.3f}'
+            # Reading a loss waits for its step. The previous loss is read, so that the devices always have a
+            # step to run. If none were read, all steps would be queued at once; simulated devices share a few
+            # threads, and a long queue leaves no thread to finish a collective.
+            status = f'loss {float(progress.losses[max(first, progress.step - 2)]):.3f}'
             if progress.step == first + 1:
                 start = time.monotonic()
                 if (text := restart.report(progress.step)) and jax.process_index() == 0:
-                    bar.write(text)  # print() would write into the line of the bar
+                    bar.write(text)  # print() would break the line of the bar
             else:
                 rate = (progress.step - first - 1) * size * sequence / (time.monotonic() - start)
-                shown += f', {rate:,.0f} tokens/s'
-            bar.set_postfix_str(shown, refresh=False)
+                status += f', {rate:,.0f} tokens/s'
+            bar.set_postfix_str(status, refresh=False)
             bar.update()
             time.sleep(options.pause)
     if saved:
@@ -223,14 +223,14 @@ def train(
 
 
 def progress_bar(first: int, last: int) -> tqdm:
-    """A bar, on one process; a log file wants fewer lines than a terminal."""
-    quiet = 0.1 if sys.stderr.isatty() else 2.0
-    silent = jax.process_index() != 0
-    return tqdm(total=last, initial=first, desc='training', unit='step', mininterval=quiet, disable=silent)
+    """Returns a progress bar, which is visible in process 0, with fewer updates in log files."""
+    interval = 0.1 if sys.stderr.isatty() else 2.0
+    hidden = jax.process_index() != 0
+    return tqdm(total=last, initial=first, desc='training', unit='step', mininterval=interval, disable=hidden)
 
 
 def evaluate(trainer: Trainer, params: Params, corpus: Corpus, options: Options) -> float:
-    """Returns the mean loss over the validation text, in nats a byte."""
+    """Returns the mean loss over the validation text, in nats per byte."""
     losses = []
     for batch, count in corpus.validation_batches(options.batch_size, options.sequence_length):
         losses.append(np.asarray(trainer.sequence_losses(params, trainer.to_devices(batch)))[:count])
@@ -238,27 +238,27 @@ def evaluate(trainer: Trainer, params: Params, corpus: Corpus, options: Options)
 
 
 def write_sample(trainer: Trainer, state: TrainState, corpus: Corpus, options: Options) -> str:
-    """Returns what the model writes after a piece of validation text, with that piece."""
-    # One prompt for each part of the batch: the least that can be split as a batch is.
-    prompts = corpus.prompts(data_parts(trainer), options.sequence_length)
+    """Returns a piece of validation text, and its continuation by the model."""
+    # The smallest batch that can be sharded has one prompt for each batch shard.
+    prompts = corpus.prompts(num_batch_shards(trainer), options.sequence_length)
     written = trainer.generate(state.params, trainer.to_devices(prompts), state.rng)
     return format_sample(prompts, np.asarray(written))
 
 
-def data_parts(trainer: Trainer) -> int:
-    """Returns into how many parts a batch is split."""
+def num_batch_shards(trainer: Trainer) -> int:
+    """Returns the number of shards of a batch."""
     mesh = trainer.helper.mesh
     return int(np.prod([mesh.shape[axis] for axis in trainer.strategy.data_axes]))
 
 
 def describe(devices: Iterable[jax.Device]) -> str:
-    """Returns how many devices of which kind there are."""
+    """Returns the number and kind of the devices."""
     kinds = [device.device_kind for device in devices]
     return f'{len(kinds)} x {kinds[0]}'
 
 
 def make_folder(path: str) -> Path:
-    """Returns the output folder, made if it is not there."""
+    """Creates the output folder if needed, and returns it."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Plain JAX on a mesh: four functions for one device, compiled for many."""
+"""The functions of the model and its training, compiled for a mesh."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REPLICATED = PartitionSpec()
 class Trainer:
     """The functions of `training.py` and `generate.py`, compiled for a mesh under a strategy.
 
-    - `init(key) -> state`; `abstract_state()` is its shapes and dtypes, without any work
+    - `init(key) -> state`; `abstract_state()` returns its shapes and dtypes without computing it
     - `train_step(state, tokens [B, S + 1]) -> (state, loss [])`
     - `sequence_losses(params, tokens [B, S + 1]) -> losses [B]`
     - `generate(params, prompts [B, S], key) -> bytes [B, length]`
@@ -41,7 +41,7 @@ class Trainer:
     ) -> None:
         self.helper, self.strategy = helper, strategy
         transformation = make_optimizer(optimizer)
-        # The state is born sharded: no device ever holds all of it.
+        # The state is created sharded: no device ever holds all of it.
         init = make_init(model, transformation)
         self.init = helper.sjit(init, out_shardings=strategy.state)
         self.abstract_state = functools.partial(jax.eval_shape, init, jax.random.key(0))
@@ -55,7 +55,7 @@ class Trainer:
             annotation_shardings=strategy.train_annotations,
             pipeline=strategy.pipeline,
         )
-        # The parameters are a part of the state, and the rule of the whole places the part.
+        # The parameters are part of the state, and the rule for the state also applies to the part.
         self.sequence_losses = helper.sjit(
             functools.partial(sequence_losses, model=model),
             in_shardings=(strategy.state, strategy.batch),
@@ -72,19 +72,19 @@ class Trainer:
             annotation_shardings=strategy.activations,
         )
 
-    def rows(self, size: int) -> slice | np.ndarray:
-        """Returns which rows of a batch of `size` the devices of this process need."""
+    def process_examples(self, size: int) -> slice | np.ndarray:
+        """Returns the examples of a batch of `size` that the devices of this process need."""
         return self.helper.process_examples(size, mesh_axis_subset=self.strategy.data_axes)
 
     def to_devices(self, batch: np.ndarray) -> jax.Array:
-        """Splits a batch [B, ...], which every process has, over the devices by its first dimension."""
-        own = batch[self.rows(len(batch))]
+        """Shards a batch [B, ...], which every process has, over the devices."""
+        local_batch = batch[self.process_examples(len(batch))]
         return self.helper.local_data_to_global_array(
-            own, mesh_axis_subset=self.strategy.data_axes, local_batch='addressable'
+            local_batch, mesh_axis_subset=self.strategy.data_axes, local_batch='addressable'
         )
 
     def prefetch(self, batches: Iterable[np.ndarray]) -> Prefetch:
-        """Loads batches of this process's `rows` ahead, split over the devices as by `to_devices`."""
+        """Prefetches batches of `process_examples`, sharded over the devices like in `to_devices`."""
         return self.helper.prefetch(
             batches, mesh_axis_subset=self.strategy.data_axes, local_batch='addressable'
         )

@@ -1,4 +1,4 @@
-"""The train state and the step that changes it. Pure functions; no mesh, no devices."""
+"""The train state and the training step: pure functions, without mesh or devices."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from scalax.sharding import with_sharding_annotation
 
 
 class TrainState(NamedTuple):
-    """All that a run carries from step to step."""
+    """The state of a run between steps."""
 
-    step: jax.Array  # [] int32: steps done
+    step: jax.Array  # [] int32: number of completed steps
     params: Params
     opt_state: optax.OptState
-    rng: jax.Array  # [] typed PRNG key: the root of every draw; step n draws from its n-th fold
+    rng: jax.Array  # [] typed PRNG key: step n uses its n-th fold
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ def make_init(
 def make_train_step(
     model: ModelConfig, optimizer: optax.GradientTransformation
 ) -> Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]:
-    """Returns `train_step(state, tokens [B, S + 1]) -> (state, loss [])`; losses in nats a byte."""
+    """Returns `train_step(state, tokens [B, S + 1]) -> (state, loss [])`; losses in nats per byte."""
 
     def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
         dropout_key = jax.random.fold_in(state.rng, state.step)
@@ -85,7 +85,7 @@ def make_train_step(
 def sequence_losses(
     params: Params, tokens: jax.Array, model: ModelConfig, dropout_key: jax.Array | None = None
 ) -> jax.Array:
-    """Returns the loss [B] of each sequence of `tokens` [B, S + 1], in nats a byte."""
+    """Returns the loss [B] of each sequence of `tokens` [B, S + 1], in nats per byte."""
     logits = forward(params, tokens[:, :-1], model, dropout_key)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return jnp.mean(losses, axis=-1)

@@ -1,4 +1,4 @@
-"""Operations that say themselves how they run on many devices; each program prints what it finds.
+"""Operations with their own partitioning. Each program prints its results.
 
 python -m examples.ops.scalar_parameters
 python -m examples.ops.scalar_or_array

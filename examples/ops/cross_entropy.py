@@ -1,10 +1,10 @@
-"""The loss of a language model, fused with its last layer: no device ever holds all logits of an example.
+"""The loss of a language model, fused with its last layer, so that no device holds all logits of an example.
 
     python -m examples.ops.cross_entropy
 
-The last layer's weights are sharded over the vocabulary. Each device computes the logits of its own part,
-and of them only two numbers a row are sent: a maximum and a sum. The gradient does it once more, as
-logits take longer to keep than to compute.
+The last layer's weights are sharded over the vocabulary. Each device computes the logits of its shard, and
+sends only two numbers per example: a maximum and a sum. The gradient recomputes the logits, which is faster
+than saving them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+if __spec__ is None:  # run as a file, not with -m: import from the root of the clone
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import jax
@@ -28,14 +28,14 @@ BATCH, WIDTH, VOCABULARY = 256, 64, 8192
 
 
 def hits(ctx: FactorContext, labels: jax.Array, block: int) -> jax.Array:
-    """Which columns of this block are the labels, as a matrix of booleans."""
+    """Returns a boolean matrix: the columns of this block that are the labels."""
     return labels[:, None] == ctx.index('v') * block + jnp.arange(block)
 
 
 def on_blocks(
     ctx: FactorContext, hidden: jax.Array, weights: jax.Array, labels: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The cross-entropy of each row, and the logarithm of its sum of exponentials: the residual."""
+    """Returns the cross-entropy of each example, and its log-sum-exp, which is the saved residual."""
     logits = hidden @ weights
     top = ctx.pmax(logits.max(axis=-1), 'v')
     norm = top + jnp.log(ctx.psum(jnp.exp(logits - top[:, None]).sum(axis=-1), 'v'))
@@ -50,7 +50,7 @@ forward = sharded_op('b h, h v, b -> b, b', reduction_factors=('v',), need_repli
 
 @sharded_op('b h, h v, b -> b', reduction_factors=('v',), need_replication_factors=('h',))
 def cross_entropy(ctx: FactorContext, hidden: jax.Array, weights: jax.Array, labels: jax.Array) -> jax.Array:
-    """The cross-entropy of each row."""
+    """Returns the cross-entropy of each example."""
     return on_blocks(ctx, hidden, weights, labels)[0]
 
 
@@ -63,9 +63,9 @@ def backward(
     norm: jax.Array,
     cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradients of the hidden state and of the weights."""
-    odds = jnp.exp(hidden @ weights - norm[:, None])
-    errors = (odds - hits(ctx, labels, weights.shape[1])) * cotangent[:, None]
+    """Returns the gradients of the hidden state and of the weights."""
+    probabilities = jnp.exp(hidden @ weights - norm[:, None])
+    errors = (probabilities - hits(ctx, labels, weights.shape[1])) * cotangent[:, None]
     return ctx.psum(errors @ weights.T, 'v'), ctx.psum(hidden.T @ errors, 'b')
 
 
@@ -73,7 +73,7 @@ cross_entropy.defvjp(forward, backward)
 
 
 def by_the_compiler(hidden: jax.Array, weights: jax.Array, labels: jax.Array) -> jax.Array:
-    """The same as one writes it for one device."""
+    """Returns the cross-entropy of each example, written for one device."""
     logits = jax.nn.log_softmax(hidden @ weights)
     return -jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
 
@@ -85,28 +85,31 @@ def main() -> None:
     hidden = rng.normal(size=(BATCH, WIDTH)).astype(np.float32)
     weights = rng.normal(size=(WIDTH, VOCABULARY)).astype(np.float32) / 8
     labels = rng.integers(0, VOCABULARY, BATCH)
-    where = (P('data'), P(None, 'tp'), P('data'))
+    shardings = (P('data'), P(None, 'tp'), P('data'))
     steps = {
         name: helper.sjit(
-            jax.value_and_grad(lambda *args, fun=fun: fun(*args).mean(), argnums=(0, 1)), in_shardings=where
+            jax.value_and_grad(lambda *args, fun=fun: fun(*args).mean(), argnums=(0, 1)),
+            in_shardings=shardings,
         )
         for name, fun in (('cross_entropy', cross_entropy), ('by_the_compiler', by_the_compiler))
     }
-    (loss, grads), (expected, wanted) = (step(hidden, weights, labels) for step in steps.values())
+    (loss, grads), (expected_loss, expected_grads) = (
+        step(hidden, weights, labels) for step in steps.values()
+    )
     print(f'loss: {loss:.3f}, gradients are sharded as {spec_of(grads[0])} and {spec_of(grads[1])}')
-    pairs = zip((loss, *grads), (expected, *wanted), strict=True)
-    same = all(np.allclose(mine, theirs, atol=1e-5) for mine, theirs in pairs)
+    pairs = zip((loss, *grads), (expected_loss, *expected_grads), strict=True)
+    same = all(np.allclose(value, expected, atol=1e-5) for value, expected in pairs)
     print(f'the same as by the compiler: {same}')
     report(helper, steps, (hidden, weights, labels))
 
 
 def report(helper: MeshShardingHelper, steps: dict, arrays: tuple) -> None:
-    """Prints what the compiled steps hold and send."""
-    rows = BATCH // 2
-    print(f'logits of the rows of one device: {rows * VOCABULARY * 4 / 2**20:.1f} MiB')
+    """Prints the memory and the communication of the compiled steps."""
+    examples = BATCH // 2
+    print(f'logits of the rows of one device: {examples * VOCABULARY * 4 / 2**20:.1f} MiB')
     for name, step in steps.items():
         plan = helper.plan(step, *arrays)
-        held = plan.memory.temporaries / (rows * VOCABULARY * 4)
+        held = plan.memory.temporaries / (examples * VOCABULARY * 4)
         sent = sum(row.count * row.bytes for row in plan.collectives) / 2**10
         print(f'{name}: holds {held:.2f} of that while it runs, sends {sent:.0f} KiB')
 

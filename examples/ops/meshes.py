@@ -1,4 +1,4 @@
-"""The meshes of these programs, and how they show the sharding of an array."""
+"""The meshes of these programs, and the text of an array's sharding."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from scalax.sharding import MeshShardingHelper
 
 
 def helper_of(rows: int, columns: int, names: tuple[str, str]) -> MeshShardingHelper:
-    """A mesh of the first devices."""
+    """Returns a helper for a mesh of the first devices."""
     devices = choose_devices()[: rows * columns]
     return MeshShardingHelper([rows, columns], list(names), devices=devices)
 
 
 def spec_of(x: jax.Array) -> str:
-    """The sharding of an array."""
+    """Returns the spec of an array as text."""
     assert isinstance(x.sharding, NamedSharding)
     return str(x.sharding.spec)

@@ -1,9 +1,9 @@
-"""A kernel written in Pallas, made an operation that the compiler can partition.
+"""A Pallas kernel as an operation that the compiler can partition.
 
     python -m examples.ops.pallas_kernel
 
-The compiler cannot look into a kernel, so it would gather sharded operands first. The rule says what it
-may do instead: rows go anywhere, columns stay together. On CPU the kernel runs in Pallas' interpreter.
+The compiler cannot analyze a kernel, so it would gather sharded operands. The rule specifies that rows may be
+sharded, and columns may not. On CPUs the kernel runs in Pallas' interpreter.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+if __spec__ is None:  # run as a file, not with -m: import from the root of the clone
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import functools
@@ -25,41 +25,41 @@ from examples.ops.meshes import helper_of, spec_of
 from scalax.custom_op import FactorContext, sharded_op
 from scalax.sharding import PartitionSpec as P
 
-ROWS = 8
+BLOCK_ROWS = 8
 
 
 def kernel(epsilon: float, x: Any, scale: Any, out: Any) -> None:
-    """Normalises rows by their root mean square (Zhang and Sennrich, arXiv:1910.07467)."""
+    """Normalizes rows by their root mean square (Zhang and Sennrich, arXiv:1910.07467)."""
     rows = x[...]
     out[...] = rows * jax.lax.rsqrt((rows * rows).mean(axis=-1, keepdims=True) + epsilon) * scale[...]
 
 
 def by_kernel(x: jax.Array, scale: jax.Array, epsilon: float = 1e-6) -> jax.Array:
-    """The kernel on all rows of an array, some at a time."""
+    """Runs the kernel on blocks of rows."""
     rows, columns = x.shape
-    some = min(ROWS, rows)
+    block_rows = min(BLOCK_ROWS, rows)
     return pl.pallas_call(
         functools.partial(kernel, epsilon),
-        grid=(pl.cdiv(rows, some),),
+        grid=(pl.cdiv(rows, block_rows),),
         in_specs=[
-            pl.BlockSpec((some, columns), lambda i: (i, 0)),
+            pl.BlockSpec((block_rows, columns), lambda i: (i, 0)),
             pl.BlockSpec((1, columns), lambda i: (0, 0)),
         ],
-        out_specs=pl.BlockSpec((some, columns), lambda i: (i, 0)),
+        out_specs=pl.BlockSpec((block_rows, columns), lambda i: (i, 0)),
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         interpret=jax.default_backend() == 'cpu',
     )(x, scale[None, :])
 
 
-# JAX cannot follow which values differ between devices inside of a kernel.
+# JAX cannot track which values vary over devices inside a kernel.
 @sharded_op('b c, c -> b c', need_replication_factors=('c',), check_vma=False)
 def rms_norm(ctx: FactorContext, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Rows divided by their root mean square."""
+    """Divides rows by their root mean square."""
     return by_kernel(x, scale)
 
 
 def main() -> None:
-    """Compares the operation with the bare kernel."""
+    """Compares the operation with the kernel alone."""
     helper = helper_of(4, 2, ('data', 'tp'))
     rng = np.random.default_rng(0)
     x = rng.normal(size=(64, 32)).astype(np.float32)

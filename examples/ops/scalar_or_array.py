@@ -1,9 +1,9 @@
-"""A scalar and an array of parameters differ by a factor, and so by a way to be sharded.
+"""A scalar or an array as a parameter: two rules for one function.
 
     python -m examples.ops.scalar_or_array
 
-One function, two rules: the scale is one number, or one for each column. The array shares the factor
-``c`` with the data, so that each device is given the part for its own columns, however the array came.
+The scale is one number, or one number per column. The array shares the factor ``c`` with the data, so each
+device gets the shard for its own columns, whatever the sharding of the array.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+if __spec__ is None:  # run as a file, not with -m: import from the root of the clone
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import jax
@@ -35,7 +35,7 @@ by_column = sharded_op('b c, c -> b c')(scale)
 
 
 def main() -> None:
-    """Scales the same array in both ways."""
+    """Scales an array by a scalar and by columns."""
     helper = helper_of(2, 2, ('data', 'tp'))
     x = np.ones((4, 8), np.float32)
     columns = np.arange(8, dtype=np.float32)

@@ -1,8 +1,8 @@
-"""A scalar beside sharded arrays: every device has it; nothing is sent, and it moves nothing.
+"""A scalar parameter of an operation on sharded arrays: it is replicated, and causes no communication.
 
     python -m examples.ops.scalar_parameters
 
-In the rule ``'b c, -> b c'`` nothing follows the comma: an operand without dimensions.
+In the rule ``'b c, -> b c'``, the operand after the comma has no dimensions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+if __spec__ is None:  # run as a file, not with -m: import from the root of the clone
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import jax
@@ -24,18 +24,18 @@ from scalax.sharding import PartitionSpec as P
 
 @sharded_op('b c, -> b c')
 def soften(ctx: FactorContext, logits: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Logits at a temperature."""
+    """Divides logits by a temperature."""
     return logits / temperature
 
 
 @sharded_op('b c, -> b', reduction_factors=('c',))
 def count_above(ctx: FactorContext, x: jax.Array, threshold: jax.Array) -> jax.Array:
-    """How many elements of each row are above a threshold."""
+    """Counts the elements of each row that are above a threshold."""
     return ctx.psum((x > threshold).sum(axis=-1), 'c')
 
 
 def main() -> None:
-    """Runs both operations on a mesh of two axes."""
+    """Runs both operations on a mesh with two axes."""
     helper = helper_of(2, 2, ('data', 'tp'))
     x = np.arange(32, dtype=np.float32).reshape(4, 8)
     for spec in (P('data', 'tp'), P('data'), P()):

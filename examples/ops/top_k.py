@@ -1,9 +1,9 @@
-"""The largest of a sharded vocabulary: each device sends its own candidates, never its logits.
+"""Top-k over a sharded vocabulary: each device sends its own candidates, never all its logits.
 
     python -m examples.ops.top_k
 
-The largest *k* of all are among the largest *k* of each block. So every device takes *k* of its own,
-these are gathered, and the largest of them are taken again.
+The *k* largest logits are among the *k* largest of each block. So every device selects its own *k* largest
+logits, which are gathered, and the *k* largest of these are selected.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-if __spec__ is None:  # started as a file and not by -m: imports are from the root of the clone
+if __spec__ is None:  # run as a file, not with -m: import from the root of the clone
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import jax
@@ -25,7 +25,7 @@ from scalax.sharding import PartitionSpec as P
 
 @sharded_op('b v -> b k, b k', reduction_factors=('v',))
 def top_k(ctx: FactorContext, logits: jax.Array, *, k: int) -> tuple[jax.Array, jax.Array]:
-    """The *k* largest logits of each row, and where in the vocabulary they are."""
+    """Returns the *k* largest logits of each example, and their indices in the vocabulary."""
     block = logits.shape[-1]
     values, tokens = jax.lax.top_k(logits, min(k, block))
     tokens = tokens + ctx.index('v') * block
@@ -36,7 +36,7 @@ def top_k(ctx: FactorContext, logits: jax.Array, *, k: int) -> tuple[jax.Array, 
 
 
 def main() -> None:
-    """Compares with ``jax.lax.top_k``, and counts the bytes that are sent."""
+    """Compares results and communication with ``jax.lax.top_k``."""
     helper = helper_of(2, 4, ('data', 'tp'))
     logits = np.random.default_rng(0).permuted(np.tile(np.arange(4096.0, dtype=np.float32), (8, 1)), axis=1)
     values, tokens = top_k(helper.shard(logits, P('data', 'tp')), k=4)

@@ -121,7 +121,7 @@ def test_who_does_not_end_is_ended(tmp_path: Path) -> None:
             launcher.wait_for(f'ready {index}')
         launcher.processes[0].terminate()
         assert launcher.wait() == (130,)  # the program itself would sleep longer than that waits
-        assert 'launcher: still there after they were asked to end: ended now' in launcher.output()
+        assert 'launcher: still running after the request to end: killed' in launcher.output()
         assert_all_gone(launcher)
 
 
@@ -142,7 +142,7 @@ def test_a_second_interrupt_waits_for_nobody(tmp_path: Path) -> None:
 def test_a_program_is_needed() -> None:
     with started(['-m', 'examples.launch.local', '--devices=3']) as launcher:
         assert launcher.wait() == (2,)
-        said = 'error: which program? Write it after --, as in -- -m examples.llama.train\n'
+        said = 'error: no program given. Write it after --, as in -- -m examples.llama.train\n'
         assert launcher.output() == said
 
 

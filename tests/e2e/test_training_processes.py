@@ -245,7 +245,7 @@ class Numbers:
 
 
 def numbers(rows: slice | np.ndarray = slice(None)) -> grain_input.grain.DatasetIterator:
-    return grain_input.own_batches(Numbers(), 8, rows, steps=6, seed=3)
+    return grain_input.process_batches(Numbers(), 8, rows, steps=6, seed=3)
 
 
 def test_grain_gives_each_process_its_rows_of_the_same_batches() -> None:

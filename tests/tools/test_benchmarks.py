@@ -53,7 +53,7 @@ def test_groups_run(group):
     ('main', 'said'),
     [
         (benchmarks.__main__.main, "no group holds 'nothing' in its name: cached, host, "),
-        (plan_llama.main, "no name begins with 'nothing': 1b-v5e, 8b-v5e, "),
+        (plan_llama.main, "no name starts with 'nothing': 1b-v5e, 8b-v5e, "),
     ],
     ids=['benchmarks', 'plans'],
 )

@@ -63,7 +63,7 @@ def page(title: str, blocks: Iterable[Block]) -> str:
         title,
         f'<main class="blocks">\n{html(blocks)}\n</main>',
         _style(),
-        f'{html_pages.asset("blocks.js")}\nenliven(document);',
+        f'{html_pages.asset("blocks.js")}\nenhance(document);',
     )
 
 

@@ -71,7 +71,7 @@ def notebook_part(body: str, style: str, script: str) -> str:
     Args:
         body: HTML.
         style: CSS of the shadow root.
-        script: JavaScript that defines ``enliven(blocks)``, which is called with the element around the body.
+        script: JavaScript that defines ``enhance(blocks)``, which is called with the element around the body.
     """
     # Styles are part of the script: the sanitizer of an untrusted notebook drops scripts and their content,
     # but keeps the text of style elements.

@@ -1,5 +1,5 @@
-// What scripts add to blocks, which are whole without them: tables and trees sort, trees are filtered, and open and
-// close as one; timelines zoom.
+// Features that scripts add to blocks, which are complete without them: sorting of tables and trees, filtering and
+// opening of trees, zooming of timelines.
 const COLLATOR = new Intl.Collator('en', { numeric: true });
 
 function keyOf(cell) {
@@ -7,14 +7,15 @@ function keyOf(cell) {
   return key === undefined ? cell?.textContent ?? '' : key === '' ? NaN : Number(key);
 }
 
-// Numbers from the largest down first, texts from A on; what has no number stays at the end either way.
-function compare(one, other, sign) {
-  if (typeof one === 'string' || typeof other === 'string') return sign * COLLATOR.compare(one, other);
-  if (Number.isNaN(one) || Number.isNaN(other)) return Number.isNaN(one) - Number.isNaN(other);
-  return sign * (one - other);
+// Compares numbers or texts in the direction of sign. NaN, the key of a cell without a number, is always last.
+function compare(a, b, sign) {
+  if (typeof a === 'string' || typeof b === 'string') return sign * COLLATOR.compare(a, b);
+  if (Number.isNaN(a) || Number.isNaN(b)) return Number.isNaN(a) - Number.isNaN(b);
+  return sign * (a - b);
 }
 
-// A click on a head sorts by its column, a second one the other way round, a third one as it was.
+// The first click on a heading sorts by its column (numbers in descending order), the second click reverses the order,
+// the third one restores the original order.
 function addSorting(heads, levels, cellOf) {
   let turn = 0;
   let last = -1;
@@ -34,23 +35,23 @@ function addSorting(heads, levels, cellOf) {
         const sorted = [...items].sort((a, b) => compare(keys.get(a), keys.get(b), sign));
         parent.append(...(sign ? sorted : items));
       }
-      heads.forEach((each) => each.removeAttribute('aria-sort'));
+      heads.forEach((other) => other.removeAttribute('aria-sort'));
       if (sign) head.setAttribute('aria-sort', sign < 0 ? 'descending' : 'ascending');
     });
   });
 }
 
-function enlivenTable(table) {
+function enhanceTable(table) {
   const [body] = table.tBodies;
   const rows = [...body.rows];
   if (rows.length > 1) addSorting([...table.tHead.rows[0].cells], [[body, rows]], (row, column) => row.cells[column]);
 }
 
-// The rows of a tree are leaves, and <details> with the row of a group first.
+// An item of a tree is a leaf, or a <details> whose first child is the row of a group.
 const isItem = (element) => element.matches('details, div.row:not(.heads)');
 const rowOf = (item) => (item.matches('details') ? item.firstElementChild : item);
 
-function enlivenTree(tree) {
+function enhanceTree(tree) {
   const folds = [...tree.querySelectorAll('details')];
   const levels = [tree, ...folds].map((parent) => [parent, [...parent.children].filter(isItem)]);
   const leaves = levels.flatMap(([, items]) => items).filter((item) => !item.matches('details'));
@@ -70,7 +71,7 @@ function enlivenTree(tree) {
   tree.before(tools);
 }
 
-// The path of a row, and its cells without their labels.
+// Returns the path of a row, and the texts of its cells without labels.
 function textsOf(leaf) {
   const names = [];
   for (let item = leaf; isItem(item); item = item.parentElement) {
@@ -81,12 +82,12 @@ function textsOf(leaf) {
   return [names.join('/'), ...cells];
 }
 
-// The text is a regular expression where it can be one, and is looked for as it is, too.
+// Returns a function that tests whether a value contains the text, or matches it as a regular expression.
 function tester(text) {
-  const wanted = text.toLowerCase();
+  const lowerCase = text.toLowerCase();
   let regex;
   try { regex = new RegExp(text, 'i'); } catch { regex = null; }
-  return (value) => value.toLowerCase().includes(wanted) || Boolean(regex?.test(value));
+  return (value) => value.toLowerCase().includes(lowerCase) || Boolean(regex?.test(value));
 }
 
 function makeFilter(leaves, folds) {
@@ -96,12 +97,12 @@ function makeFilter(leaves, folds) {
   box.setAttribute('aria-label', 'Filter rows by their text');
   count.setAttribute('role', 'status');
   const texts = new Map(leaves.map((leaf) => [leaf, textsOf(leaf)]));
-  let before = null; // which folds were open without a filter
+  let before = null; // the open folds before filtering
   box.addEventListener('input', () => {
     before ??= new Map(folds.map((fold) => [fold, fold.open]));
     const test = tester(box.value);
     for (const leaf of leaves) leaf.hidden = !texts.get(leaf).some(test);
-    for (const fold of [...folds].reverse()) { // the inner ones first
+    for (const fold of [...folds].reverse()) { // inner folds first
       fold.hidden = [...fold.children].filter(isItem).every((item) => item.hidden);
       fold.open = box.value ? !fold.hidden : before.get(fold);
     }
@@ -111,8 +112,8 @@ function makeFilter(leaves, folds) {
   return [box, ' ', count, ' '];
 }
 
-// A slider that widens a timeline, around the middle of what is shown.
-function enlivenTimeline(timeline) {
+// Adds a slider that zooms a timeline around the middle of its visible part.
+function enhanceTimeline(timeline) {
   const zoom = document.createElement('input');
   Object.assign(zoom, { type: 'range', min: 1, max: 40, step: 0.5, value: 1 });
   zoom.setAttribute('aria-label', 'Zoom');
@@ -129,8 +130,8 @@ function enlivenTimeline(timeline) {
   timeline.before(tools);
 }
 
-function enliven(blocks) {
-  blocks.querySelectorAll('.timeline').forEach(enlivenTimeline);
-  blocks.querySelectorAll('table.sortable').forEach(enlivenTable);
-  blocks.querySelectorAll('.tree').forEach(enlivenTree);
+function enhance(blocks) {
+  blocks.querySelectorAll('.timeline').forEach(enhanceTimeline);
+  blocks.querySelectorAll('table.sortable').forEach(enhanceTable);
+  blocks.querySelectorAll('.tree').forEach(enhanceTree);
 }

@@ -1,7 +1,7 @@
-// Wakes the parts of a notebook of one kind and version (PART), each once: a script element does not know where it
-// stands in every notebook, so it looks for all that are still asleep.
+// Moves all new notebook output of one version (PART) into shadow roots. It searches the document, because a script
+// cannot find its own position in every notebook.
 
-// Notebooks have themes that the system knows nothing of; what they paint behind us tells.
+// Returns the color scheme of the notebook, from its background: themes of notebooks may differ from the system.
 function schemeBehind(host) {
   if (getComputedStyle(host).colorScheme !== 'normal') return 'inherit';
   for (let node = host.parentElement; node; node = node.parentElement) {
@@ -11,14 +11,14 @@ function schemeBehind(host) {
   return 'light dark';
 }
 
-for (const host of document.querySelectorAll(`[data-scalax="${PART}"]:not([data-awake])`)) {
-  host.dataset.awake = '';
+for (const host of document.querySelectorAll(`[data-scalax="${PART}"]:not([data-enhanced])`)) {
+  host.dataset.enhanced = '';
   host.style.colorScheme = schemeBehind(host);
-  // Keys typed here are no commands of the notebook.
+  // Stops the notebook from treating keys typed here as its shortcuts.
   host.addEventListener('keydown', (event) => event.stopPropagation());
   const root = host.attachShadow({ mode: 'open' });
   root.innerHTML = `<style>${STYLE}</style><div class="blocks"></div>`;
   const blocks = root.querySelector('.blocks');
   blocks.append(...host.querySelector('.scalax-static').childNodes);
-  enliven(blocks);
+  enhance(blocks);
 }
