@@ -36,38 +36,40 @@ from scalax._core.pytree.paths import FREE, NamedTree
 from scalax.errors import Problem
 from scalax.rules._answer import Answer, AxisSizes, Decision, NoAnswer
 
-Ask = Callable[[NamedTree], list[Answer]]
+AnswersFn = Callable[[NamedTree], list[Answer]]
 """A function that returns the answers of a rule."""
 
 
-def first_answers(tree: NamedTree, asks: Iterable[Ask]) -> list[Answer]:
+def first_answers(tree: NamedTree, answers_fns: Iterable[AnswersFn]) -> list[Answer]:
     """Returns the answers of ``a | b | ...``: for each leaf the first one, or the last rule's NoAnswer."""
     answers: list[Any] = [None] * len(tree)
     unanswered = list(range(len(tree)))
-    for ask in asks:
-        for i, answer in zip(unanswered, ask(tree.select(unanswered)), strict=True):
+    for answers_fn in answers_fns:
+        for i, answer in zip(unanswered, answers_fn(tree.select(unanswered)), strict=True):
             answers[i] = answer
         unanswered = [i for i in unanswered if isinstance(answers[i], NoAnswer)]
     return answers
 
 
-def overlay(tree: NamedTree, ask_first: Ask, ask_second: Ask, axis_sizes: AxisSizes | None) -> list[Answer]:
+def overlay(
+    tree: NamedTree, first: AnswersFn, second: AnswersFn, axis_sizes: AxisSizes | None
+) -> list[Answer]:
     """Returns the answers of ``a & b``: *b* fills the dimensions that *a* left free, with other mesh axes.
 
     Args:
         tree: the leaves.
-        ask_first: returns the answers of *a*.
-        ask_second: returns the answers of *b*; called for the leaves that *a* leaves open.
+        first: returns the answers of *a*.
+        second: returns the answers of *b*; called for the leaves that *a* leaves open.
         axis_sizes: mesh axis name -> size; None without a mesh.
     """
-    answers = list(map(_raise_strict_default, _drop_occupied(tree, ask_first(tree))))
+    answers = list(map(_or_strict_problem, _drop_occupied(tree, first(tree))))
     open_leaves = [i for i, answer in enumerate(answers) if _is_open(answer)]
     open_tree = tree.select(open_leaves)
     firsts = [answers[i] for i in open_leaves]
     first_specs, ranks = map(_occupied_spec, firsts), map(len, open_tree.shapes)
     occupied = map(functools.cache(combined_occupancy), open_tree.occupied, first_specs, ranks)
     open_tree = open_tree.with_occupied(list(occupied))
-    seconds = _drop_occupied(open_tree, ask_second(open_tree))
+    seconds = _drop_occupied(open_tree, second(open_tree))
     merge = functools.partial(_merge_answers, axis_sizes=axis_sizes or {})
     merged = map(functools.cache(merge), firsts, seconds, open_tree.shapes)
     for i, answer in zip(open_leaves, merged, strict=True):
@@ -75,7 +77,7 @@ def overlay(tree: NamedTree, ask_first: Ask, ask_second: Ask, axis_sizes: AxisSi
     return answers
 
 
-def _raise_strict_default(answer: Answer) -> Answer:
+def _or_strict_problem(answer: Answer) -> Answer:
     """Returns the answer, or the problem if a strict first rule of ``a & b`` has no answer."""
     default = answer.apply_default() if isinstance(answer, NoAnswer) else answer
     return default if isinstance(default, Problem) else answer
@@ -97,10 +99,10 @@ def _drop_occupied(tree: NamedTree, answers: list[Answer]) -> list[Answer]:
     """Drops the dimensions and mesh axes that earlier rules have occupied from each answer."""
     if tree.occupied.count(FREE) == len(answers):
         return answers
-    return list(map(functools.cache(_drop_occupied_of), answers, tree.occupied, map(len, tree.shapes)))
+    return list(map(functools.cache(_drop_occupied_dims), answers, tree.occupied, map(len, tree.shapes)))
 
 
-def _drop_occupied_of(answer: Answer, occupied: PartitionSpec, rank: int) -> Answer:
+def _drop_occupied_dims(answer: Answer, occupied: PartitionSpec, rank: int) -> Answer:
     if not isinstance(answer, Decision) or answer.spec is None or not occupied:
         return answer
     spec = without_occupied(occupied, answer.spec, rank)

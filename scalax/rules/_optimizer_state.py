@@ -115,7 +115,7 @@ class OptimizerStateShardingRule(BuiltinRule):
         occupied = dict(zip(indices, tree.occupied, strict=True))
         matches = _match_params(state, self._params)
         # The rule of a parameter cannot use the dimensions and axes that an outer rule occupies in a copy.
-        queries: dict[int, tuple[int, PartitionSpec]] = {}
+        queries: dict[int, _Query] = {}
         for i, match in enumerate(matches):
             if match is not None:
                 is_copy = state.shapes[i] == self._params.shapes[match.param]
@@ -149,7 +149,7 @@ class OptimizerStateShardingRule(BuiltinRule):
         return self._mismatch(state, index, match)
 
     def _no_answer(self, state: NamedTree, index: int, match: _ParamMatch | None) -> NoAnswer:
-        """Returns no answer, whose default replicates tables and is a problem for parameter-like leaves."""
+        """Returns a NoAnswer whose default replicates the leaf, unless the leaf looks like a parameter."""
         shape, leaf = state.shapes[index], state.leaves[index]
         elements = math.prod(shape)
         is_float = hasattr(leaf, 'dtype') and jax.dtypes.issubdtype(leaf.dtype, np.inexact)
@@ -227,6 +227,9 @@ def _param_groups(param_rule: RuleLike, params: Any) -> Iterator[ParamGroup]:
 
 _KEY_START = re.compile('^|/')
 
+_Query = tuple[int, PartitionSpec]
+"""The index of a parameter, and what an outer rule occupies in a copy of it."""
+
 
 class _ParamMatch(NamedTuple):
     """The parameter that a leaf of the state belongs to.
@@ -251,18 +254,13 @@ class _Params:
         self._index: Mapping[str, int] = {path: i for i, path in enumerate(self.paths)}
 
     def decide(
-        self, queries: Iterable[tuple[int, PartitionSpec]], axis_sizes: AxisSizes | None
-    ) -> dict[tuple[int, PartitionSpec], Decision | Problem]:
-        """Returns the decisions about parameters.
-
-        Args:
-            queries: the index of each parameter, and what an outer rule occupies in a copy of it.
-            axis_sizes: as in `ShardingRule.answers`.
-        """
-        queries_by_tree: dict[int, list[tuple[int, PartitionSpec]]] = {}
+        self, queries: Iterable[_Query], axis_sizes: AxisSizes | None
+    ) -> dict[_Query, Decision | Problem]:
+        """Returns the decisions about parameters, each with its query."""
+        queries_by_tree: dict[int, list[_Query]] = {}
         for query in queries:
             queries_by_tree.setdefault(id(self._leaves[query[0]][1]), []).append(query)
-        results: dict[tuple[int, PartitionSpec], Decision | Problem] = {}
+        results: dict[_Query, Decision | Problem] = {}
         for tree_queries in queries_by_tree.values():
             group, tree, _ = self._leaves[tree_queries[0][0]]
             selected = tree.select([self._leaves[param][2] for param, _ in tree_queries])
