@@ -19,14 +19,14 @@ import scalax.sharding
 from scalax.errors import ShardingError
 from scalax.sharding import FSDPShardingRule, ShardingRule, TreePathShardingRule
 from tests.support.random_examples import examples
-from tests.support.rule_examples import attempt, told, told_by_another_process
+from tests.support.rule_examples import attempt, outcome_text, outcome_texts_of_another_process
 from tests.support.rule_language import (
-    Both,
+    And,
     ByRank,
+    CustomRule,
     Fsdp,
     Logical,
-    MeshOf,
-    OwnRule,
+    MeshSpec,
     Paths,
     Policy,
     Situation,
@@ -38,8 +38,8 @@ from tests.support.rule_language import (
     mentions,
     shape_of,
 )
+from tests.support.rule_oracle import expected_outcomes
 from tests.support.rule_strategies import situations
-from tests.support.rules_by_hand import by_hand
 
 Row = tuple[P | None, str | None]
 # No drawn rule requests this memory, so it marks leaves that only the last rule answers.
@@ -51,7 +51,7 @@ EVERYWHERE = TreePathShardingRule(('', P())).with_memory_kind(OTHER_MEMORY)
 class Resolver:
     """Resolves rules on one mesh and tree: to a row for each leaf, or to the leaves that the error names."""
 
-    mesh: MeshOf
+    mesh: MeshSpec
     tree: Any
 
     def __call__(self, rule: Any) -> list[Row] | tuple[str, ...]:
@@ -170,32 +170,32 @@ SECOND_ON_C = Paths((('', P(None, 'c')),), policy='replicate')
     ('term', 'shape', 'expected'),
     [
         # A mesh axis of the stack dimension is in use for the rule of one layer too.
-        (Both(P('a'), Stack(Fsdp(('a', 'b'), 0), 1)), (8, 8, 8), P('a')),
-        (Both(P('a'), Stack(Logical((('e', 'a'), ('e', 'b')), (('', 'e ...'),)), 1)), (8, 8, 8), P('a', 'b')),
-        (Both(P(None, 'a'), Stack(Stack(Fsdp(('a', 'b'), 0), 1), 1)), (8, 8, 8), P(None, 'a')),
+        (And(P('a'), Stack(Fsdp(('a', 'b'), 0), 1)), (8, 8, 8), P('a')),
+        (And(P('a'), Stack(Logical((('e', 'a'), ('e', 'b')), (('', 'e ...'),)), 1)), (8, 8, 8), P('a', 'b')),
+        (And(P(None, 'a'), Stack(Stack(Fsdp(('a', 'b'), 0), 1), 1)), (8, 8, 8), P(None, 'a')),
         # Axes that an outer rule prevents from being used are not in use,
-        (Both(P('b'), Both(P('d', 'a', 'b'), Fsdp(('c', 'd'), 0))), (8, 8, 8), P('b', 'a', ('c', 'd'))),
+        (And(P('b'), And(P('d', 'a', 'b'), Fsdp(('c', 'd'), 0))), (8, 8, 8), P('b', 'a', ('c', 'd'))),
         # and need not divide.
         (
-            Both(FIRST_ON_A, Both(Paths((('', P('b')),)), SECOND_ON_C)),
+            And(FIRST_ON_A, And(Paths((('', P('b')),)), SECOND_ON_C)),
             (7, 7),
             P(),
         ),
-        (Both(FIRST_ON_A, Both(SECOND_ON_C, Paths((('', P('b')),)))), (7, 7), P()),
-        (Both(FIRST_ON_A, Both(SECOND_ON_C, Paths((('', P('b')),)))), (7, 8), P(None, 'c')),
+        (And(FIRST_ON_A, And(SECOND_ON_C, Paths((('', P('b')),)))), (7, 7), P()),
+        (And(FIRST_ON_A, And(SECOND_ON_C, Paths((('', P('b')),)))), (7, 8), P(None, 'c')),
     ],
 )
 def test_what_is_free_in_nested_compositions(term: Any, shape: tuple[int, ...], expected: P) -> None:
-    mesh = MeshOf((2, 2, 2, 2), 'AAAA', None)
+    mesh = MeshSpec((2, 2, 2, 2), 'AAAA', None)
     tree = {'w': jax.ShapeDtypeStruct(shape, 'float32')}
     assert Resolver(mesh, tree)(make(term, mesh)) == [(expected, None)]
-    assert [result.spec for result in by_hand(term, tree, mesh)] == [expected]
+    assert [result.spec for result in expected_outcomes(term, tree, mesh)] == [expected]
 
 
 def test_an_unreduced_axis_is_in_use() -> None:
-    mesh, below = MeshOf((2, 2, 2, 2), 'EEEE', None), P('a', unreduced={'b'})
+    mesh, below = MeshSpec((2, 2, 2, 2), 'EEEE', None), P('a', unreduced={'b'})
     resolve = Resolver(mesh, {'w': jax.ShapeDtypeStruct((8, 8), 'float32')})
-    assert resolve(make(Both(below, Fsdp(('b', 'c'), 0)), mesh)) == [(below, None)]
+    assert resolve(make(And(below, Fsdp(('b', 'c'), 0)), mesh)) == [(below, None)]
 
 
 @pytest.mark.medium
@@ -250,7 +250,7 @@ def test_nested_rules(situation: Situation) -> None:
 @hypothesis.given(situations(count=1, values=True))
 def test_rules_are_values(situation: Situation) -> None:
     rule = make(situation.terms[0], situation.mesh)
-    names = {**vars(scalax.sharding), **{cls.__name__: cls for cls in (Policy, OwnRule)}}
+    names = {**vars(scalax.sharding), **{cls.__name__: cls for cls in (Policy, CustomRule)}}
     names |= {'re': re, 'P': P, 'UNCONSTRAINED': P.UNCONSTRAINED}
     resolve = Resolver(situation.mesh, situation.tree)
     for again in (
@@ -276,8 +276,8 @@ def test_every_process_decides_the_same(tmp_path: Path) -> None:
         examples_drawn.append(situation)
 
     collect()
-    results = list(map(told, examples_drawn))
+    results = list(map(outcome_text, examples_drawn))
     for seed in ('1', '2'):
-        other_results = told_by_another_process(examples_drawn, tmp_path, seed)
+        other_results = outcome_texts_of_another_process(examples_drawn, tmp_path, seed)
         for situation, result, other_result in zip(examples_drawn, results, other_results, strict=True):
             assert other_result == result, situation

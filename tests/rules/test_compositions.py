@@ -1,7 +1,7 @@
-"""Random compositions of rules on random trees and meshes: arrays get what the table of rules.md says.
+"""Random compositions of rules on random trees and meshes follow the table of docs/rules.md.
 
-`rule_strategies` draws them and `rules_by_hand` says what they mean. The suite draws the same examples
-every time; `make fuzz` draws others, and more of them.
+`rule_strategies` draws them, and `rule_oracle` computes the expected results. The suite draws the same examples
+every time; `make fuzz` draws more, and different ones.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tests.support.rule_language import (
     named_leaves,
     shown,
 )
+from tests.support.rule_oracle import COMPILER, WRONG, Outcome, expected_outcomes
 from tests.support.rule_strategies import situations
-from tests.support.rules_by_hand import COMPILER, WRONG, Outcome, by_hand
 
 LARGEST = 40_000  # elements of a tree that is placed
 
@@ -91,7 +91,7 @@ def test_shardings_follow_the_table(situation: Situation) -> None:
         assert str(refused) == str(error)
         assert any(is_impossible(term, mesh) for term in terms)
         return
-    expected = by_hand(situation.terms, tree, mesh)
+    expected = expected_outcomes(situation.terms, tree, mesh)
     if assert_names(error, tree, expected, [WRONG]):
         hypothesis.event('an error')
         assert isinstance(refused, ShardingError)

@@ -1,4 +1,4 @@
-"""What the tests of composed rules share: leaves without data, and rules of users."""
+"""Rules for the tests of compositions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def last_on_tp(path, leaf):
 
 @dataclasses.dataclass(frozen=True)
 class FirstOnTp(ShardingRule):
-    """A user's rule: it answers every leaf, and sees the whole tree."""
+    """A user's rule, which answers every leaf."""
 
     def apply(self, pytree):
         return jax.tree.map(lambda leaf: P('tp'), pytree)

@@ -1,6 +1,6 @@
-"""Gradients of operations over Explicit axes, compared with those on one device.
+"""Gradients of operations over Explicit axes, compared with the gradients on one device.
 
-``python gradient_cases.py OPERATION...`` is a process of its own: what is tested is that XLA does not end it.
+``python gradient_cases.py OPERATION...`` runs as a separate process, because XLA must not abort it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ SHAPES: dict[str, tuple[ShardedOp, Sequence[tuple[int, ...]]]] = {
     'scores': (scores, [(8, 8, 8), (8, 8, 8)]),
     'attended': (attended, [(8, 8, 8), (8, 8, 8), E8]),
 }
-# Those for which XLA of JAX 0.12.0.1 did end the process: mesh, operation, how the operands lie.
-ENDED: list[tuple[dict[str, int], str, tuple[PartitionSpec, ...]]] = [
+# Cases in which XLA of JAX 0.12.0.1 aborted the process: mesh, operation, specs of the operands.
+ABORTED: list[tuple[dict[str, int], str, tuple[PartitionSpec, ...]]] = [
     ({'a': 4, 'b': 2}, 'projected', (P('b', None, 'a'), P(('a', 'b')))),
     ({'a': 2, 'b': 4}, 'projected', (P('a', None, 'b'), P(('b', 'a')))),
     ({'a': 2, 'b': 4}, 'scores', (P(None, 'b'), P(None, ('a', 'b')))),
@@ -77,7 +77,7 @@ ENDED: list[tuple[dict[str, int], str, tuple[PartitionSpec, ...]]] = [
 
 
 def drawn(count: int) -> Iterator[tuple[dict[str, int], str, tuple[PartitionSpec, ...]]]:
-    """Other ways to lie, the same in every run."""
+    """Yields random cases, the same in every run."""
     random_ = random.Random(0)
     for name in itertools.islice(itertools.cycle(SHAPES), count):
         sizes = random_.choice([{'a': 4, 'b': 2}, {'a': 2, 'b': 2, 'c': 2}])
@@ -86,8 +86,8 @@ def drawn(count: int) -> Iterator[tuple[dict[str, int], str, tuple[PartitionSpec
 
 def spec_of(shape: tuple[int, ...], sizes: dict[str, int], random_: random.Random) -> PartitionSpec:
     while True:
-        at = {axis: random_.choice([None, *range(len(shape))]) for axis in sizes}
-        entries = [tuple(axis for axis in sizes if at[axis] == dim) for dim in range(len(shape))]
+        dims = {axis: random_.choice([None, *range(len(shape))]) for axis in sizes}
+        entries = [tuple(axis for axis in sizes if dims[axis] == dim) for dim in range(len(shape))]
         if all(
             n % int(np.prod([sizes[axis] for axis in e])) == 0 for n, e in zip(shape, entries, strict=True)
         ):
@@ -105,16 +105,16 @@ def check(sizes: dict[str, int], name: str, specs: tuple[PartitionSpec, ...]) ->
 
     grads = jax.grad(loss, tuple(range(len(operands))))
     expected = grads(*operands)
-    got = helper.sjit(grads, in_shardings=specs)(*operands)
-    for one, other, spec in zip(expected, got, specs, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
-        assert other.sharding.is_equivalent_to(helper.match_sharding_rule(spec, other), other.ndim)
+    actual = helper.sjit(grads, in_shardings=specs)(*operands)
+    for expected_grad, grad, spec in zip(expected, actual, specs, strict=True):
+        np.testing.assert_allclose(expected_grad, grad, rtol=1e-3, atol=1e-4)
+        assert grad.sharding.is_equivalent_to(helper.match_sharding_rule(spec, grad), grad.ndim)
 
 
 if __name__ == '__main__':
     jax.config.update('jax_num_cpu_devices', 8)
     for operation in sys.argv[1:]:
-        for sizes, name, specs in [*ENDED, *drawn(6)]:
+        for sizes, name, specs in [*ABORTED, *drawn(6)]:
             if name == operation:
                 print(f'{name} on {sizes}: {", ".join(map(str, specs))}', flush=True)
                 check(sizes, name, specs)

@@ -1,4 +1,4 @@
-"""Reports that the tests of pages and of the browser share."""
+"""Reports for the tests of pages and of the browser."""
 
 from scalax.explain import ReportRow, ShardingReport
 from scalax.sharding import MeshShardingHelper, TreePathShardingRule
@@ -34,7 +34,7 @@ def hostile_report():
 
 
 def synthetic_report(count):
-    """No two leaves fold, and no two have the same shape."""
+    """Returns a report in which no two leaves fold or have the same shape."""
     rows = []
     for i in range(count):
         shape = (8 * (i + 1), 8 * (i * 7919 % 9973 + 1))

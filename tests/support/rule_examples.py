@@ -1,6 +1,6 @@
-"""What the property tests of rules share: how rules are asked.
+"""Resolution of random situations for the property tests of rules.
 
-As a program it answers for another process: it reads situations and prints what they come to.
+As a program, it reads situations from a file and prints their outcomes, to compare two processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.rule_language import Situation, make
 
 
 def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, ScalaxError | None, bool]:
-    """What a call returns, or its error; and whether it warned. Any other error fails the test."""
+    """Returns the result of a call or its ScalaxError, and whether it warned about indivisible dimensions."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         try:
@@ -34,22 +34,22 @@ def attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, ScalaxError | No
     return result, error, bool(caught)
 
 
-def told(situation: Situation) -> str:
-    """All that is decided about a situation, as text."""
+def outcome_text(situation: Situation) -> str:
+    """Returns all decisions about a situation as text."""
     helper = situation.mesh.helper()
     report, error, warned = attempt(helper.explain, situation.tree, make(situation.terms, situation.mesh))
     return f'{warned}\n{report.to_json() if error is None else error}'
 
 
 def backwards(situation: Situation) -> Situation:
-    """The same on the same devices in another order."""
+    """Returns the situation with its devices in another order."""
     mesh = situation.mesh
     order = None if mesh.order is None else 1 - min(mesh.order, 1)
     return dataclasses.replace(situation, mesh=dataclasses.replace(mesh, order=order))
 
 
-def told_by_another_process(situations: list[Situation], folder: Path, seed: str) -> list[str]:
-    """What a new Python says, which hashes strings in another way and counts the devices backwards."""
+def outcome_texts_of_another_process(situations: list[Situation], folder: Path, seed: str) -> list[str]:
+    """Returns the outcomes in a new process with another hash seed and another order of devices."""
     path = folder / 'situations.pickle'
     path.write_bytes(pickle.dumps(situations))
     process = subprocess.run(
@@ -66,4 +66,5 @@ def told_by_another_process(situations: list[Situation], folder: Path, seed: str
 
 if __name__ == '__main__':
     jax.config.update('jax_num_cpu_devices', 8)
-    print(json.dumps([told(backwards(one)) for one in pickle.loads(Path(sys.argv[1]).read_bytes())]))
+    drawn = pickle.loads(Path(sys.argv[1]).read_bytes())
+    print(json.dumps([outcome_text(backwards(situation)) for situation in drawn]))

@@ -1,8 +1,8 @@
-"""What are the property tests about? Meshes, and compositions of rules, as plain data.
+"""Meshes and compositions of rules as plain data, for property tests.
 
-A *term* is a composition of rules written down: `make` builds the rule that a user would have written,
-and `rules_by_hand` says what it means without asking the library. A PartitionSpec and None are terms
-themselves. Terms hold no devices, so that another process can read them.
+A *term* describes a composition of rules. `make` builds the rule that a user would write, and `rule_oracle`
+computes its results independently of the library. A PartitionSpec and None are terms, too. Terms contain no
+devices, so that another process can unpickle them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Entry = str | tuple[str, ...] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshOf:
-    """A mesh: its sizes, the axis types as letters, in which order the devices lie (None: it has none)."""
+class MeshSpec:
+    """A mesh: sizes, axis types as letters, order of the devices (None for an abstract mesh), and policy."""
 
     sizes: tuple[int, ...]
     kinds: str
@@ -60,12 +60,12 @@ class MeshOf:
 
 
 @functools.cache
-def _helper(mesh: MeshOf) -> MeshShardingHelper:
+def _helper(mesh: MeshSpec) -> MeshShardingHelper:
     names, types = tuple(mesh.shape), tuple(KINDS[kind] for kind in mesh.kinds)
     if mesh.order is None:
-        whole = AbstractMesh(mesh.sizes, names, axis_types=types)
-        return MeshShardingHelper.from_mesh(whole, on_indivisible=mesh.policy)
-    # As they come; backwards; in steps of three, from another one each.
+        abstract_mesh = AbstractMesh(mesh.sizes, names, axis_types=types)
+        return MeshShardingHelper.from_mesh(abstract_mesh, on_indivisible=mesh.policy)
+    # In order of their ids, in reverse order, and in steps of three from different starts.
     steps = [range(8), range(7, -1, -1), *(range(start, start + 24, 3) for start in (2, 3, 4))][mesh.order]
     devices = [jax.devices()[step % 8] for step in steps][: math.prod(mesh.sizes)]
     return MeshShardingHelper(
@@ -75,9 +75,9 @@ def _helper(mesh: MeshOf) -> MeshShardingHelper:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Situation:
-    """A mesh, a tree for it, and terms: a prefix of the tree, or several for the whole of it."""
+    """A mesh, a tree, and terms: a prefix of the tree, or several terms for the entire tree."""
 
-    mesh: MeshOf
+    mesh: MeshSpec
     tree: Any
     terms: Any
 
@@ -89,12 +89,12 @@ class Situation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
-    """A NamedSharding of the mesh, or (for mistakes) of another one."""
+class FixedSharding:
+    """A NamedSharding on the mesh, or (as a user's mistake) on another mesh."""
 
     spec: P
     memory: str | None = None
-    own: bool = True
+    is_on_mesh: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Paths:
 
 @dataclasses.dataclass(frozen=True)
 class ByRank:
-    """A policy: a term for each rank."""
+    """A policy function with a term for each rank."""
 
     table: tuple[Any, ...]
     policy: str = 'error'
@@ -128,28 +128,28 @@ class Logical:
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
-    """A user's subclass: a spec (or what else `apply` may return) for each rank, where that divides."""
+class Custom:
+    """A user's subclass: the value for each rank; a spec that does not divide becomes P()."""
 
     table: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class State:
-    """The state of an optimizer of these params, which `rule` shards; see `state_of`."""
+    """The rule for the state of an optimizer of these params, which `rule` shards; see `state_of`."""
 
     rule: Any
     params: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Either:
+class Or:
     first: Any
     second: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Both:
+class And:
     first: Any
     second: Any
 
@@ -166,22 +166,22 @@ class InMemory:
     kind: str
 
 
-TERMS = (Named, Fsdp, Paths, ByRank, Logical, Own, State, Either, Both, Stack, InMemory)
+TERMS = (FixedSharding, Fsdp, Paths, ByRank, Logical, Custom, State, Or, And, Stack, InMemory)
 
 
 def is_term(node: Any) -> bool:
-    """Whether this is one term rather than a tree of them."""
+    """Whether a node is one term rather than a tree of terms."""
     return node is None or isinstance(node, (P, *TERMS))
 
 
 def parts(term: Any) -> list[Any]:
-    """The terms that a term is made of."""
+    """Returns the terms that a term contains."""
     match term:
         case Paths():
             return [value for _, value in term.pairs]
-        case ByRank() | Own():
+        case ByRank() | Custom():
             return list(term.table)
-        case Either() | Both():
+        case Or() | And():
             return [term.first, term.second]
         case Stack() | InMemory() | State():
             return [term.rule]
@@ -189,24 +189,24 @@ def parts(term: Any) -> list[Any]:
 
 
 def mentions(term: Any, test: Callable[[Any], bool]) -> bool:
-    """Whether a term, or one inside it, passes a test."""
+    """Whether a term, or a term inside it, passes a test."""
     return test(term) or any(mentions(part, test) for part in parts(term))
 
 
-def is_impossible(term: Any, mesh: MeshOf) -> bool:
-    """Whether there is an FSDP rule in it that the mesh has no axis for, or one of another size."""
+def is_impossible(term: Any, mesh: MeshSpec) -> bool:
+    """Whether a term has an FSDP rule whose axis the mesh lacks, or whose size differs from the mesh's."""
 
-    def test(one: Any) -> bool:
-        if not isinstance(one, Fsdp):
+    def test(part: Any) -> bool:
+        if not isinstance(part, Fsdp):
             return False
-        sizes = [mesh.shape.get(axis, 0) for axis in one.axes]
-        return 0 in sizes or one.size not in (None, math.prod(sizes))
+        sizes = [mesh.shape.get(axis, 0) for axis in part.axes]
+        return 0 in sizes or part.size not in (None, math.prod(sizes))
 
     return mentions(term, test)
 
 
 def state_of(params: Any) -> dict[str, Any]:
-    """The state that an optimizer with two moments makes of params."""
+    """Returns the state of an optimizer with two moments."""
     return {'count': 0, 'mu': params, 'nu': params}
 
 
@@ -215,7 +215,7 @@ def state_of(params: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A policy as a value: it compares, prints and pickles."""
+    """A policy function as a value, with equality, repr and pickling."""
 
     table: tuple[Any, ...]
 
@@ -224,18 +224,18 @@ class Policy:
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnRule(ShardingRule):
+class CustomRule(ShardingRule):
     """A user's rule."""
 
     table: tuple[Any, ...]
     sizes: tuple[tuple[str, int], ...]
 
     def apply(self, pytree: Any) -> Any:
-        return jax.tree.map(lambda leaf: own_value(self.table, leaf.shape, dict(self.sizes)), pytree)
+        return jax.tree.map(lambda leaf: custom_value(self.table, leaf.shape, dict(self.sizes)), pytree)
 
 
-def own_value(table: tuple[Any, ...], shape: tuple[int, ...], sizes: dict[str, int]) -> Any:
-    """What a user's rule says about an array: its spec where that divides, else P()."""
+def custom_value(table: tuple[Any, ...], shape: tuple[int, ...], sizes: dict[str, int]) -> Any:
+    """Returns the value of a `Custom` rule for an array: P() in place of a spec that does not divide."""
     value = table[len(shape)]
     if not isinstance(value, P):
         return value
@@ -246,19 +246,19 @@ def own_value(table: tuple[Any, ...], shape: tuple[int, ...], sizes: dict[str, i
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a spec."""
+    """Returns the mesh axes of one entry of a spec."""
     if entry is None or entry is P.UNCONSTRAINED:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def make(term: Any, mesh: MeshOf) -> Any:
-    """The rule, spec, sharding or None that a user would have written for a term, or a tree of terms."""
+def make(term: Any, mesh: MeshSpec) -> Any:
+    """Builds the rule, spec, sharding or None that a user would write for a term, or for a tree of terms."""
     if not is_term(term):
-        return jax.tree.map(lambda one: make(one, mesh), term, is_leaf=is_term)
+        return jax.tree.map(lambda node: make(node, mesh), term, is_leaf=is_term)
     match term:
-        case Named():
-            on: Mesh | AbstractMesh = mesh.helper().mesh if term.own else _other_mesh()
+        case FixedSharding():
+            on: Mesh | AbstractMesh = mesh.helper().mesh if term.is_on_mesh else _other_mesh()
             return NamedSharding(on, term.spec, memory_kind=term.memory)
         case Fsdp():
             return FSDPShardingRule(
@@ -268,17 +268,17 @@ def make(term: Any, mesh: MeshOf) -> Any:
             pairs = [(regex, make(value, mesh)) for regex, value in term.pairs]
             return TreePathShardingRule(*pairs, strict=term.strict, on_indivisible=term.policy)
         case ByRank():
-            return PolicyShardingRule(Policy(tuple(_made(v, mesh) for v in term.table)), term.policy)
+            return PolicyShardingRule(Policy(tuple(_make_value(v, mesh) for v in term.table)), term.policy)
         case Logical():
             return LogicalAxisShardingRule(term.mapping, term.names, term.strict, term.policy)
-        case Own():
-            table = tuple(_made(value, mesh) for value in term.table)
-            return OwnRule(table, tuple(mesh.shape.items()))
+        case Custom():
+            table = tuple(_make_value(value, mesh) for value in term.table)
+            return CustomRule(table, tuple(mesh.shape.items()))
         case State():
             return OptimizerStateShardingRule(make(term.rule, mesh), term.params)
-        case Either():
+        case Or():
             return make(term.first, mesh) | make(term.second, mesh)
-        case Both():
+        case And():
             return make(term.first, mesh) & make(term.second, mesh)
         case Stack():
             return make(term.rule, mesh).stacked(term.dims)
@@ -287,8 +287,8 @@ def make(term: Any, mesh: MeshOf) -> Any:
     return term
 
 
-def _made(value: Any, mesh: MeshOf) -> Any:
-    """A value of a table; what is no term is a user's mistake, and stays."""
+def _make_value(value: Any, mesh: MeshSpec) -> Any:
+    """Builds a value of a table. A value that is not a term, as a user's mistake, is unchanged."""
     return make(value, mesh) if is_term(value) else value
 
 
@@ -316,7 +316,7 @@ class Module:
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves with their paths, as the guide writes them."""
+    """Returns the leaves with their paths, as in the guide."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [(jax.tree_util.keystr(path, simple=True, separator='/'), leaf) for path, leaf in flat]
 
@@ -326,13 +326,13 @@ def shape_of(leaf: Any) -> tuple[int, ...]:
 
 
 def shown(path: str, leaf: Any) -> str:
-    """A leaf as errors show it."""
-    kind = f'{leaf.dtype}{list(leaf.shape)}' if hasattr(leaf, 'dtype') else f'Python {type(leaf).__name__}'
-    return f'{path or "(the leaf itself)"}: {kind}'
+    """Returns a leaf as errors describe it."""
+    array = f'{leaf.dtype}{list(leaf.shape)}' if hasattr(leaf, 'dtype') else f'Python {type(leaf).__name__}'
+    return f'{path or "(the leaf itself)"}: {array}'
 
 
 def abstract(tree: Any) -> Any:
-    """The tree without data: what another process needs of it, and what people want to read."""
+    """Returns the tree without data, for pickling and printing."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, 'dtype') else leaf, tree
     )

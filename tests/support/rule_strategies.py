@@ -1,10 +1,10 @@
-"""How are meshes, trees and compositions of rules drawn at random?
+"""Hypothesis strategies for meshes, trees and compositions of rules.
 
-All is drawn from a `random.Random`. Hypothesis gives one of two kinds: one that it steers, and shrinks to
-the simplest failure, and one that it only seeds, which is fast and reaches what few examples have.
+Everything is drawn from a `random.Random`. Hypothesis either steers it, and can shrink a failure, or only
+seeds it, which is faster and covers more rare cases.
 
-Most situations are drawn with care: what they ask for is possible, so that arrays are placed and laws have
-something to hold for. The others may ask for anything, and end in errors.
+Most situations are drawn with *care*: they are usually valid, so that arrays are placed and the laws of the
+operators apply. The others may be invalid in any way, and end in errors.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from tests.support.rule_language import (
-    Both,
+    And,
     ByRank,
-    Either,
+    Custom,
+    FixedSharding,
     Fsdp,
     InMemory,
     Logical,
-    MeshOf,
+    MeshSpec,
     Module,
-    Named,
-    Own,
+    Or,
     Pair,
     Paths,
     Situation,
@@ -62,24 +62,24 @@ _REGEXES = (
 )
 _KEYS = ('w', 'b', 'layers', 'a/b', '0', 'größe', 'W')
 _PLAIN_KEYS = ('w', 'bias', 'attn', 'mlp')
-# Patterns of names, with the least rank that they fit.
+# Patterns of names, with the lowest rank that they match.
 _NAMES = (('...', 0), ('e ...', 1), ('... m', 1), ('... (m e)', 1), ('e ... m', 2), ('... (h k) e', 2))
 _RISKY_NAMES = (*_NAMES, ('e m', 2), ('e', 1), ('(h k)', 1), ('2 ...', 1), ('... m _ e', 3))
 
 
 def situations(count: int | None = None, values: bool = False) -> st.SearchStrategy[Situation]:
-    """Random situations.
+    """Returns a strategy for situations.
 
     Args:
-        count: that many terms for the whole tree, in place of a tree of terms.
-        values: only terms whose rules print as they are written.
+        count: the number of terms for the entire tree; None for a tree of terms.
+        values: whether the repr of all rules recreates them.
     """
     return _situations(count, values)
 
 
 @st.composite
 def _situations(draw: Callable[..., Any], count: int | None, values: bool) -> Situation:
-    # Not mapped, so that a failure shows the situation and not the seed.
+    # Drawn here instead of with st.map, so that a failure shows the situation and not the seed.
     steered = st.randoms(note_method_calls=False, use_true_random=False)
     seeded = st.integers(0, 2**64).map(Random)
     return _situation(draw(st.one_of(seeded, seeded, seeded, steered)), count, values)
@@ -92,20 +92,20 @@ def _chance(rnd: Random, one_in: int) -> bool:
 # --- Meshes ---------------------------------------------------------------------------------------
 
 _SIZES = [s for rank in range(1, 5) for s in itertools.product(range(1, 9), repeat=rank) if math.prod(s) <= 8]
-# Axes of size 1 shard nothing: meshes without them are drawn more often, those of several axes most often.
+# Meshes with an axis of size 1, which shards nothing, are drawn least often; meshes of several axes most often.
 _WITH_DEVICES = [s for s in _SIZES for _ in range(1 if 1 in s else 4 if len(s) == 1 else 16)]
 _DENSE = [(2, 2), (2, 3), (2, 4), (2, 2, 2), (2, 2, 3), (2, 2, 2, 2)]
 
 
-def _mesh(rnd: Random) -> MeshOf:
-    """Meshes of one to four axes over one to eight devices, or without devices and larger."""
+def _mesh(rnd: Random) -> MeshSpec:
+    """Draws a mesh of one to four axes over one to eight devices, or a larger abstract mesh."""
     devices = not _chance(rnd, 4)
     if devices:
         sizes = rnd.choice(_WITH_DEVICES)
     else:
         sizes = tuple(rnd.randint(1, 8) for _ in range(rnd.randint(1, 4)))
     kinds = rnd.choice(['AAAA', 'AAAA', 'EEEE', 'AEAE', 'EAAE'])[: len(sizes)]
-    return MeshOf(sizes, kinds, rnd.randrange(5) if devices else None)
+    return MeshSpec(sizes, kinds, rnd.randrange(5) if devices else None)
 
 
 # --- Trees ----------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def _keys() -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Trees:
-    """Trees of arrays of at least *floor* dimensions, with data or without."""
+    """Draws trees of arrays, with or without data, that have at least *floor* dimensions."""
 
     rnd: Random
     floor: int
@@ -141,7 +141,7 @@ class _Trees:
     keys: Sequence[str] = _KEYS
 
     def leaf(self) -> Any:
-        """An array; Python numbers and keys too, where these have dimensions enough."""
+        """Draws an array, or a Python number or PRNG keys if *floor* allows their ranks."""
         rank = self.rnd.randint(self.floor, 4 if self.floor > 2 else self.floor + 2)
         sizes = _LARGE if not self.has_data else _ANY if rank < 3 else _SMALL
         shape = tuple(self.rnd.choice(sizes) for _ in range(rank))
@@ -155,7 +155,7 @@ class _Trees:
         return _array(shape, _DTYPES[kind % 5])
 
     def tree(self, depth: int = 3) -> Any:
-        """Trees of all kinds of nodes, empty ones too."""
+        """Draws a tree of all kinds of nodes, which may be empty."""
         kind = self.rnd.randrange(10)
         if depth == 0 or (depth < 3 and kind <= 3) or _chance(self.rnd, 20):
             return self.leaf()
@@ -174,17 +174,17 @@ class _Trees:
 
 @dataclasses.dataclass(frozen=True)
 class _Terms:
-    """Terms for a mesh. With *care*, what they ask for is mostly possible.
+    """Draws terms for a mesh. With *care*, they are mostly valid.
 
     Attributes:
-        floor: the dimensions that every array has.
-        params: the parameters, where the tree is the state of an optimizer.
-        values: whether there are no NamedShardings, which hold devices.
-        dense: whether terms are composed all the way down.
+        floor: the lowest rank of the arrays.
+        params: the parameters, if the tree is the state of an optimizer.
+        values: whether to exclude NamedShardings, which contain devices.
+        dense: whether terms are nested as deep as allowed.
     """
 
     rnd: Random
-    mesh: MeshOf
+    mesh: MeshSpec
     floor: int
     care: bool
     params: Any = None
@@ -196,14 +196,14 @@ class _Terms:
         return tuple(self.mesh.shape)
 
     def spec(self, rank: int, care: bool) -> P:
-        """A spec of at most *rank* entries, in which each mesh axis is used once."""
+        """Draws a spec of at most *rank* entries, in which each mesh axis is used once."""
         rnd, free = self.rnd, list(self.axes)
         entries: list[Any] = []
         for _ in range(rank):
             axes: tuple[str, ...] = ()
             if free and not _chance(rnd, 3):
                 axes = (free.pop(rnd.randrange(len(free))),)
-                # Care keeps the axes of one dimension of one type.
+                # With care, the mesh axes of one dimension have the same type.
                 more = [a for a in free if not care or self.mesh.kind(a) == self.mesh.kind(axes[0])]
                 if more and _chance(rnd, 4):
                     axes += (rnd.choice(more),)
@@ -216,7 +216,7 @@ class _Terms:
         return P(*entries)
 
     def value(self, depth: int, rank: int | None = None) -> Any:
-        """What a regex or a policy may say of arrays of this rank: a spec, None, a NamedSharding, a rule."""
+        """Draws the value of a regex or policy for a rank: a spec, None, a NamedSharding or a rule."""
         rank = self.floor if rank is None else rank
         kind = self.rnd.randrange(12)
         if kind >= 9 and depth > 0:
@@ -224,13 +224,13 @@ class _Terms:
         if kind == 8 and (not self.care or _chance(self.rnd, 4)):
             return None
         if kind == 7 and not self.values:
-            own = self.care or not _chance(self.rnd, 4)
-            memory = self.rnd.choice([None, 'pinned_host']) if own else None
-            return Named(self.spec(rank, care=True), memory, own)
+            is_on_mesh = self.care or not _chance(self.rnd, 4)
+            memory = self.rnd.choice([None, 'pinned_host']) if is_on_mesh else None
+            return FixedSharding(self.spec(rank, care=True), memory, is_on_mesh)
         return self.spec(rank, self.care)
 
     def table(self, depth: int) -> tuple[Any, ...]:
-        """One value for each rank."""
+        """Draws one value for each rank."""
         table = [self.value(depth, rank) for rank in range(5)]
         if not self.care and _chance(self.rnd, 8):
             table[self.rnd.randrange(5)] = self.rnd.choice(['a', ('a', None), 0])
@@ -259,18 +259,21 @@ class _Terms:
     def by_rank(self, depth: int) -> ByRank:
         return ByRank(self.table(depth), self.policy())
 
-    def own(self, depth: int) -> Own:
-        return Own(self.table(0))
+    def custom(self, depth: int) -> Custom:
+        return Custom(self.table(0))
 
     def logical(self, depth: int) -> Logical:
         rnd, axes = self.rnd, self.axes
         entries = [*axes, axes[:2], ('absent', axes[-1]), 'absent', None]
         names = [*'emhk', *rnd.choices('emh', k=rnd.randrange(4))]
         mapping = tuple((name, rnd.choice(entries)) for name in rnd.sample(names, len(names)))
-        patterns = [one for one in _NAMES if one[1] <= self.floor] if self.care else _RISKY_NAMES
-        texts = [text for text, _ in patterns]
-        found = tuple((rnd.choice(_REGEXES), rnd.choice(texts)) for _ in range(rnd.randint(1, 2)))
-        return Logical(mapping, found, self.strict(), self.policy())
+        texts = [
+            text
+            for text, rank in (_NAMES if self.care else _RISKY_NAMES)
+            if not self.care or rank <= self.floor
+        ]
+        pairs = tuple((rnd.choice(_REGEXES), rnd.choice(texts)) for _ in range(rnd.randint(1, 2)))
+        return Logical(mapping, pairs, self.strict(), self.policy())
 
     def state(self, depth: int) -> Any:
         if self.params is None:
@@ -288,25 +291,25 @@ class _Terms:
         return InMemory(self.rule(depth - 1), 'nowhere' if unknown else self.rnd.choice(_MEMORIES))
 
     def operator(self, depth: int) -> Any:
-        """``a | b`` or ``a & b``, of which one side may be what is no rule by itself."""
+        """Draws ``a | b`` or ``a & b``, of which one operand may be a spec, a NamedSharding or None."""
         sides = [
             self.rule(depth - 1),
             self.value(depth - 1) if _chance(self.rnd, 3) else self.rule(depth - 1),
         ]
-        return self.rnd.choice([Either, Both, Both])(*self.rnd.sample(sides, 2))
+        return self.rnd.choice([Or, And, And])(*self.rnd.sample(sides, 2))
 
-    def brackets(self) -> Both:
-        """``a & (b & c)``, or a stack on one side of `&`: what is free is for the innermost rule to know."""
+    def nested_and(self) -> And:
+        """Draws ``a & (b & c)``, or a stack as an operand of `&`, whose free dimensions depend on outer rules."""
         chooser = self.rnd.choice([self.fsdp, self.fsdp, self.logical, self.paths])
         if _chance(self.rnd, 2):
             sides = [self.rnd.choice([self.paths, self.fsdp])(0), Stack(chooser(0), 1)]
-            return Both(*self.rnd.sample(sides, 2))
-        return Both(self.paths(0), Both(self.paths(0), chooser(0)))
+            return And(*self.rnd.sample(sides, 2))
+        return And(self.paths(0), And(self.paths(0), chooser(0)))
 
     def rule(self, depth: int) -> Any:
-        """A term that is a rule, with others inside."""
+        """Draws a term that is a rule, with nested terms."""
         simple = (
-            *(self.fsdp, self.fsdp, self.paths, self.paths, self.by_rank, self.own),
+            *(self.fsdp, self.fsdp, self.paths, self.paths, self.by_rank, self.custom),
             *(self.logical, self.logical, self.state),
         )
         composed = (*[self.operator] * 7, *[self.stack] * 2, self.in_memory)
@@ -315,23 +318,23 @@ class _Terms:
         return self.rnd.choice(composed)(depth)
 
     def prefix(self, tree: Any, depth: int = 2) -> Any:
-        """A tree of terms: a prefix of the tree."""
+        """Draws a tree of terms that is a prefix of the tree."""
         if depth == 0 or _chance(self.rnd, 2) or jax.tree_util.all_leaves([tree]) or tree is None:
             return self.value(2)
         children, treedef = jax.tree.flatten(tree, is_leaf=lambda node: node is not tree)
         return treedef.unflatten([self.prefix(child, depth - 1) for child in children])
 
 
-# --- All together ---------------------------------------------------------------------------------
+# --- Situations -----------------------------------------------------------------------------------
 
 
 def _situation(rnd: Random, count: int | None, values: bool) -> Situation:
     care, kind = not _chance(rnd, 4), rnd.randrange(16)
     prefixed = params = None
     if kind < 8:
-        # Two arrays on several axes: nothing is as likely to bring two rules of a composition together.
+        # Two arrays on several mesh axes, so that two rules of a composition often use the same axes.
         sizes = rnd.choice(_DENSE)
-        mesh = MeshOf(sizes, 'A' * len(sizes), 0 if math.prod(sizes) <= 8 else None)
+        mesh = MeshSpec(sizes, 'A' * len(sizes), 0 if math.prod(sizes) <= 8 else None)
         floor = rnd.randint(1, 3)
         trees = _Trees(rnd, floor, mesh.order is not None)
         tree: Any = {'w': trees.leaf(), 'b': trees.leaf()}
@@ -346,11 +349,11 @@ def _situation(rnd: Random, count: int | None, values: bool) -> Situation:
     if count is not None:
         drawn: Any = tuple(terms.rule(1 if terms.dense else 2) for _ in range(count))
     elif terms.dense:
-        drawn = terms.brackets() if _chance(rnd, 3) else terms.rule(2)
+        drawn = terms.nested_and() if _chance(rnd, 3) else terms.rule(2)
     else:
         drawn = terms.prefix(tree) if prefixed else terms.rule(3)
-    listed = drawn if count is not None else jax.tree.leaves(drawn, is_leaf=is_term)
-    # Beside rules that warn, a helper that keeps silent would leave open what is the stricter.
-    warns = any(mentions(term, lambda one: getattr(one, 'policy', '') == 'warn') for term in listed)
+    flat_terms = drawn if count is not None else jax.tree.leaves(drawn, is_leaf=is_term)
+    # With rules that warn, the policy of the helper must not be 'replicate', which is less strict.
+    warns = any(mentions(term, lambda part: getattr(part, 'policy', '') == 'warn') for term in flat_terms)
     policies = ['warn', *['replicate', 'replicate'] * (not warns), *['error'] * (not care)]
     return Situation(dataclasses.replace(mesh, policy=rnd.choice(policies)), tree, drawn)

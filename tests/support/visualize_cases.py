@@ -1,4 +1,4 @@
-"""What the tests of pictures share: leaves that lie somewhere, and their pictures."""
+"""Leaves with shardings, and their pictures, for the tests of `visualize`."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def leaf(shape, spec, mesh=HELPER.mesh, dtype=jnp.float32, memory_kind=None):
 
 
 def text(tree, width=80):
-    """The picture without the line that says what the numbers are, which all pictures have."""
+    """Returns the picture without the line about device numbers, which all pictures have."""
     drawn = visualize(tree).to_text(width)
     assert max(map(len, drawn.splitlines())) <= width
     picture, _, numbering = drawn.rpartition('\n\n')
