@@ -1,7 +1,7 @@
 """Random compositions of rules on random trees and meshes follow the table of docs/rules.md.
 
-`rule_strategies` draws them, and `rule_oracle` computes the expected results. The suite draws the same examples
-every time; `make fuzz` draws more, and different ones.
+`rule_strategies` draws them, and `rule_oracle` computes the expected results. The suite draws the same
+examples every time; `make fuzz` draws more, and different ones.
 """
 
 from __future__ import annotations

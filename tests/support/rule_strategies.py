@@ -92,7 +92,7 @@ def _chance(rnd: Random, one_in: int) -> bool:
 # --- Meshes ---------------------------------------------------------------------------------------
 
 _SIZES = [s for rank in range(1, 5) for s in itertools.product(range(1, 9), repeat=rank) if math.prod(s) <= 8]
-# Meshes with an axis of size 1, which shards nothing, are drawn least often; meshes of several axes most often.
+# Meshes with an axis of size 1, which shards nothing, are drawn least often; several axes most often.
 _WITH_DEVICES = [s for s in _SIZES for _ in range(1 if 1 in s else 4 if len(s) == 1 else 16)]
 _DENSE = [(2, 2), (2, 3), (2, 4), (2, 2, 2), (2, 2, 3), (2, 2, 2, 2)]
 
@@ -299,7 +299,7 @@ class _Terms:
         return self.rnd.choice([Or, And, And])(*self.rnd.sample(sides, 2))
 
     def nested_and(self) -> And:
-        """Draws ``a & (b & c)``, or a stack as an operand of `&`, whose free dimensions depend on outer rules."""
+        """Draws ``a & (b & c)``, or `&` with a stack, where free dimensions depend on outer rules."""
         chooser = self.rnd.choice([self.fsdp, self.fsdp, self.logical, self.paths])
         if _chance(self.rnd, 2):
             sides = [self.rnd.choice([self.paths, self.fsdp])(0), Stack(chooser(0), 1)]
