@@ -145,7 +145,7 @@ def test_a_batch_that_the_step_makes_itself():
     fun = HELPER.sjit(made_inside, in_shardings=RULE, out_shardings=RULE)
     plan = HELPER.plan(fun, WEIGHTS)
     assert plan.propagation.batch == ()
-    assert text_of_batch(plan)[0].startswith('partitioned along fsdp; it makes its batch itself: ')
+    assert text_of_batch(plan)[0].startswith('partitioned along fsdp; it creates its batch itself: ')
 
 
 def test_arguments_by_name_and_methods():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax._spmd.report.redundant_work import product_flops
+from scalax._spmd.report.redundant_work import matmul_flops
 from scalax.errors import DataError, PartitioningWarning
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PropagationReport, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
@@ -96,7 +96,7 @@ def test_examples_that_are_gathered_and_what_all_devices_compute_of_them():
     assert alike['sort'].line == row.line
     text = str(report)
     assert 'gathers or moves examples: 2.0 KiB in 1 collective, because these operations mix examples' in text
-    assert 'computes on gathered examples what the others compute, too' in text
+    assert 'repeats the work of other devices on gathered examples' in text
 
 
 def test_products_of_gathered_examples_are_counted():
@@ -111,7 +111,7 @@ def test_replicated_state_is_updated_by_all_devices():
     helper = MeshShardingHelper([8], ['data'])
     ddp = helper.sjit(step, in_shardings=(P(), P('data')), out_shardings=(P(), P()), batch_argnums=1)
     report = ddp.explain_propagation(params(), X)
-    assert 'gathers no weights: each device has all that its examples meet' in str(report)
+    assert 'gathers no weights: each device holds all weights that its examples use' in str(report)
     assert ('all_reduce', 'gradient of params/blocks') in {(x.kind, x.reason) for x in report.collectives}
     update = [each for each in report.redundant if each.line.startswith(line(step, 2))]
     assert {each.primitive for each in update} == {'mul', 'sub'}
@@ -243,7 +243,7 @@ def test_examples_that_move_to_a_weight_name_it():
     np.testing.assert_allclose(run()[0], np.full((EXAMPLES, 4096), 1 / 4096), rtol=1e-5)
     report = compiled(fun).explain_propagation({'table': np.ones((WIDTH, 4096), 'float32')}, X)
     [line] = [line for line in str(report).splitlines() if line.startswith('- moves')]
-    assert line.startswith('- moves examples, or rows that they look up, and not weights: ')
+    assert line.startswith('- moves examples, or rows that they look up, instead of weights: ')
 
 
 def test_the_gradient_of_a_table_is_state():
@@ -317,11 +317,11 @@ def test_operations_of_products():
         )
 
     [equation] = jax.make_jaxpr(conv)(x, jnp.ones((3, 2, 12))).eqns
-    assert product_flops(equation) == 2 * 4 * 8 * 12 * 3 * 2
+    assert matmul_flops(equation) == 2 * 4 * 8 * 12 * 3 * 2
     [equation] = jax.make_jaxpr(jnp.matmul)(jnp.ones((4, 6)), jnp.ones((6, 8))).eqns
-    assert product_flops(equation) == 2 * 4 * 6 * 8
+    assert matmul_flops(equation) == 2 * 4 * 6 * 8
     [equation] = jax.make_jaxpr(jnp.sin)(kernel).eqns
-    assert product_flops(equation) == 0
+    assert matmul_flops(equation) == 0
 
 
 def test_collectives_beside_other_mesh_axes_are_told_apart():

@@ -93,14 +93,16 @@ def _look_up(table_rows: _ShardedRows, table: Any, indices: Any) -> Any:
     row_count = table.shape[table_rows.dim]
     local, is_local, is_outside = _local_indices(table_rows, indices, row_count)
     local = jnp.where(is_local, local, jnp.where(is_outside, row_count, 0).astype(local.dtype))
-    found = jax.lax.gather(
+    looked_up = jax.lax.gather(
         *(table, local, table_rows.numbers, table_rows.slice_sizes),
         mode=table_rows.mode,
         fill_value=table_rows.fill_value,
     )
     is_filled = (is_local | (is_outside & (jax.lax.axis_index(table_rows.axes) == 0)))[..., 0]
-    dims = [dim for dim in range(found.ndim) if dim not in table_rows.numbers.offset_dims]
-    return jnp.where(jax.lax.broadcast_in_dim(is_filled, found.shape, dims), found, jnp.zeros_like(found))
+    dims = [dim for dim in range(looked_up.ndim) if dim not in table_rows.numbers.offset_dims]
+    return jnp.where(
+        jax.lax.broadcast_in_dim(is_filled, looked_up.shape, dims), looked_up, jnp.zeros_like(looked_up)
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,1 +1,1 @@
-"""What the partitioner tells: collectives with their reasons, and redundant work."""
+"""Report of the partitioner: collectives with their reasons, and redundant work."""

@@ -1,4 +1,4 @@
-"""Reasons of collectives: the rows of a report, each with its reason, line, bytes and count."""
+"""The collectives of a report, each with its reason, source line, bytes and count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scalax._spmd.report.redundant_work import Redundancy
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveRow:
-    """One collective that scalax wrote into a step, or several that differ in nothing.
+    """One collective that scalax inserted into a step, or several equal ones.
 
     Attributes:
         kind: the operation: ``'all_gather'``, ``'reduce_scatter'``, ``'all_reduce'`` or ``'all_to_all'``.
@@ -28,14 +28,14 @@ class CollectiveRow:
             which is another sum, such as a loss or a norm of weights.
         reason: why it is there, such as ``'weight params/up for dot_general'``, ``'gradient of params/up'``
             or ``'examples gathered for sort'``.
-        path: the path of the weight, also of the one whose gradient it reduces, or to whose blocks it
+        path: the leaf path of the weight that it gathers, whose gradient it reduces, or to whose shards it
             moves examples; empty if there is none.
-        primitive: the operation of JAX that needs it.
+        primitive: the JAX primitive that needs it.
         line: the line of the user's code, such as ``'model.py:12 layer'``.
         axes: the mesh axes along which devices exchange blocks.
-        array: the dtype and the shape of what is gathered or reduced, such as ``'bfloat16[4096,1024]'``.
-        bytes: the size of that, in one execution.
-        count: how often a step runs it; 0 if the number of rounds of a ``while`` loop is not known.
+        array: the dtype and the shape of the gathered or reduced array, such as ``'bfloat16[4096,1024]'``.
+        bytes: the size of this array.
+        count: how often a step runs it; 0 if the trip count of a ``while`` loop is unknown.
         is_backward: whether it runs in the backward pass.
     """
 
@@ -53,79 +53,92 @@ class CollectiveRow:
 
     @property
     def step_bytes(self) -> int:
-        """The bytes of all executions of a step."""
+        """The bytes of all executions in a step."""
         return self.bytes * max(1, self.count)
 
 
 def collective_rows(collectives: Sequence[Collective], work: Redundancy) -> list[CollectiveRow]:
-    """Returns the list of the collectives of a step, in the order of the program.
+    """Returns the collectives of a step, in the order of the program, without those with unused results.
 
     Args:
-        collectives: the collectives; those whose results nothing uses are left out.
-        work: what is known of them in the jaxpr of the step.
+        collectives: the recorded collectives.
+        work: the locations of the collectives in the jaxpr of the step.
     """
-    found: dict[CollectiveRow, int] = {}
+    counts: dict[CollectiveRow, int] = {}
     lines: dict[int, str] = {}
-    for each in collectives:
-        number = each.id
-        if number in work.places:
-            lines[number] = lines.get(number) or line_of(*work.places[number])
-            row = _row(each, lines[number], number in work.of_examples)
-            found[row] = found.get(row, 0) + each.count
-    return [dataclasses.replace(row, count=count) for row, count in found.items()]
+    for collective in collectives:
+        collective_id = collective.id
+        if collective_id in work.locations:
+            lines[collective_id] = lines.get(collective_id) or line_of(*work.locations[collective_id])
+            row = _row(collective, lines[collective_id], collective_id in work.of_examples)
+            counts[row] = counts.get(row, 0) + collective.count
+    return [dataclasses.replace(row, count=count) for row, count in counts.items()]
 
 
 def reasons_of(collectives: Sequence[Collective], of_examples: Container[int]) -> dict[int, str]:
-    """Returns why each collective is there, by the numbers in the names of operations.
+    """Returns the reason of each collective, by collective id.
 
-    A jaxpr that is used in several places has one collective for the weights of all of them.
+    A jaxpr that is called several times has one collective for the weights of all calls.
 
     Args:
         collectives: the collectives.
-        of_examples: the numbers of those that take examples, and not state alone.
+        of_examples: the ids of the collectives whose operands depend on examples.
     """
-    found: dict[int, dict[str, None]] = {}
-    for each in collectives:
-        reason = _row(each, '', each.id in of_examples).reason
-        found.setdefault(each.id, {})[reason] = None
+    reasons_by_id: dict[int, dict[str, None]] = {}
+    for collective in collectives:
+        reason = _row(collective, '', collective.id in of_examples).reason
+        reasons_by_id.setdefault(collective.id, {})[reason] = None
     return {
-        number: ' and '.join(item.short_name(MOST_RUNS) for item in fold((reason, 0) for reason in reasons))
-        for number, reasons in found.items()
+        collective_id: ' and '.join(
+            item.short_name(MOST_RUNS) for item in fold((reason, 0) for reason in reasons)
+        )
+        for collective_id, reasons in reasons_by_id.items()
     }
 
 
-def _row(each: Collective, line: str, of_examples: bool) -> CollectiveRow:
-    """The row of one collective, with a count of 0."""
-    primitive = primitive_name(each.equation) or str(each.equation.primitive)
+def _row(collective: Collective, line: str, of_examples: bool) -> CollectiveRow:
+    """Returns the row of one collective, with a count of 0."""
+    primitive = primitive_name(collective.equation) or str(collective.equation.primitive)
     primitive = 'add' if primitive == 'add_any' else primitive
-    path = each.origin if isinstance(each.origin, str) and each.what != 'sum' else ''
-    array = array_text(str(each.value.aval.dtype), shape_of(each.value))
+    path = collective.origin if isinstance(collective.origin, str) and collective.what != 'sum' else ''
+    array = array_text(str(collective.value.aval.dtype), shape_of(collective.value))
     return CollectiveRow(
-        *(each.kind, each.what, _reason(each, path, primitive, of_examples), path, primitive, line),
-        *(each.axes, array, each.bytes, 0, each.is_backward),
+        *(
+            collective.kind,
+            collective.what,
+            _reason(collective, path, primitive, of_examples),
+            path,
+            primitive,
+            line,
+        ),
+        *(collective.axes, array, collective.bytes, 0, collective.is_backward),
     )
 
 
-# What takes a sum says nothing to users if it only changes the form of the sum, or adds to it.
-_UNTOLD = SHAPE_OPS | {'add'}
+# Operations that users do not need to see in the reason of a sum: they only reshape it, or add to it.
+_OMITTED_USERS = SHAPE_OPS | {'add'}
 _LOOK_UPS = frozenset(('gather', 'scatter-add'))
 _REDUCTIONS: Mapping[ReduceOp, str] = {'sum': 'sum', 'max': 'maximum', 'min': 'minimum'}
 
 
-def _reason(each: Collective, path: str, primitive: str, of_examples: bool) -> str:
-    if each.what == 'weight':
+def _reason(collective: Collective, path: str, primitive: str, of_examples: bool) -> str:
+    if collective.what == 'weight':
         return f'weight {path} for {primitive}' if path else f'state gathered for {primitive}'
-    if each.what == 'gradient':
+    if collective.what == 'gradient':
         return f'gradient of {path}'
-    if each.what == 'sum':
-        reduction = f'{_REDUCTIONS[each.reduce_op]} over {"examples" if of_examples else "blocks of state"}'
-        user = RESULT if each.origin == RESULT else primitive
-        return reduction if user in _UNTOLD else f'{reduction} for {user}'
-    moved = 'gathered' if each.kind == 'all_gather' else 'moved'
+    if collective.what == 'sum':
+        reduction = (
+            f'{_REDUCTIONS[collective.reduce_op]} over {"examples" if of_examples else "blocks of state"}'
+        )
+        user = RESULT if collective.origin == RESULT else primitive
+        return reduction if user in _OMITTED_USERS else f'{reduction} for {user}'
+    verb = 'gathered' if collective.kind == 'all_gather' else 'moved'
     if path and primitive not in _LOOK_UPS:
-        return f'examples {moved} to meet blocks of {path}'
+        return f'examples {verb} to meet blocks of {path}'
     if path:  # of a table
-        if each.kind == 'all_gather' and jax.dtypes.issubdtype(each.value.aval.dtype, jax.numpy.integer):
+        if collective.kind == 'all_gather' and jax.dtypes.issubdtype(
+            collective.value.aval.dtype, jax.numpy.integer
+        ):
             return f'indices of rows of {path} gathered'
         return f'gradients of rows of {path} moved' if primitive == 'scatter-add' else f'rows of {path} moved'
-    return f'examples {moved} for {primitive}'
+    return f'examples {verb} for {primitive}'

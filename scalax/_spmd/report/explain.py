@@ -1,4 +1,4 @@
-"""The report of `SjitFunction.explain_propagation`: what devices exchange, why, and what all compute."""
+"""The report of `SjitFunction.explain_propagation`: collectives with their reasons, and redundant work."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _MOST_ROWS = 40
 
 @dataclasses.dataclass(frozen=True)
 class RedundantWork:
-    """Operations on a line that all devices compute alike.
+    """Operations on one line that all devices repeat.
 
     Attributes:
-        of: what they compute on: ``'examples'`` that were gathered, a ``'weight'`` that was gathered (or
-            other state), or ``'replicated'`` values, which no mesh axis ever sharded.
-        primitive: the operation of JAX.
+        of: their operands: ``'examples'`` that were gathered, a ``'weight'`` (or other state) that was
+            gathered, or ``'replicated'`` values, which no mesh axis ever sharded.
+        primitive: the JAX primitive.
         line: the line of the user's code, such as ``'model.py:12 layer'``.
         array: the dtype and the shape of the largest result.
-        flops: the operations of products of matrices and of convolutions, of one device in a step.
-        bytes: the bytes of all results, of one device in a step.
-        count: how many equations there are, each as often as a step runs it.
+        flops: the FLOPs of matmuls and convolutions, on one device in a step.
+        bytes: the bytes of all results, on one device in a step.
+        count: the number of executions in a step.
     """
 
     of: OperandKind
@@ -67,15 +67,16 @@ class PropagationReport(Renderable):
         name: the name of the function.
         mesh: mesh axis name -> size.
         axes: the mesh axes of the batch; empty if the function is not partitioned.
-        collectives: what devices exchange along these axes, in the order of the program.
-        redundant: what all devices compute alike, the largest first.
-        flops: the operations of products of matrices and of convolutions that one device computes in a step,
-            as far as the rounds of loops are known.
-        bytes: the bytes of the results of all operations of one device in a step, likewise.
+        collectives: the collectives along these axes, in the order of the program.
+        redundant: the work that all devices repeat, the largest first.
+        flops: the FLOPs of matmuls and convolutions on one device in a step. Loops with an unknown trip count
+            count once.
+        bytes: the bytes of the results of all operations on one device in a step. Loops with an unknown trip
+            count count once.
         reason: why the function is not partitioned; empty if it is.
-        gradient_outside: whether JAX has differentiated the compiled function from outside of it. That
-            program is not partitioned.
-        batch: the arguments that hold the batch; empty if the function makes its batch itself, or is not
+        gradient_outside: whether JAX has differentiated the compiled function from outside. That program is
+            not partitioned.
+        batch: the arguments that hold the batch; empty if the function creates its batch itself, or is not
             partitioned.
     """
 
@@ -109,51 +110,54 @@ class PropagationReport(Renderable):
             Figures([*self._figures()]),
             Section('', [Lines([f'{lead}. In a step, each device:', *[f'- {x}' for x in self._summary()]])]),
             Section('', [Lines(warnings, 'warn')] if warnings else []),
-            Section('Collectives', [_collectives(self.collectives)] if self.collectives else []),
-            *([Section('Computed alike', [_redundant(large)], _ALIKE)] if large else []),
+            Section('Collectives', [_collectives_table(self.collectives)] if self.collectives else []),
+            *([Section('Redundant work', [_redundant_table(large)], _REDUNDANT_LEAD)] if large else []),
         ]
 
     def _is_large(self, work: RedundantWork) -> bool:
-        """Whether redundant work is more than scales and schedules, which all devices compute anyway."""
+        """Whether redundant work is more than scalars such as learning rates, which all devices compute."""
         return bool(work.flops) or 1000 * work.bytes > self.bytes
 
     def _figures(self) -> Iterator[Figure]:
         for what, label in _LABELS.items():
-            found = [row for row in self.collectives if row.what == what]
-            if found or what == 'examples':
-                tone: Tone = 'warn' if found and what == 'examples' else ''
-                yield Figure(human_bytes(_bytes(found)), label, tone)
+            rows = [row for row in self.collectives if row.what == what]
+            if rows or what == 'examples':
+                tone: Tone = 'warn' if rows and what == 'examples' else ''
+                yield Figure(human_bytes(_bytes(rows)), label, tone)
 
     def _summary(self) -> Iterator[str]:
         by_what = collections.defaultdict[str, list[CollectiveRow]](list)
         for row in self.collectives:
             by_what[row.what].append(row)
         if weights := by_what['weight']:
-            again = [row for row in weights if row.is_backward]
-            first = [row for row in weights if not row.is_backward]
-            passes = [(first, 'in the forward pass and the update'), (again, 'in the backward pass')]
-            yield f'gathers weights: {_listed(passes)}'
+            backward = [row for row in weights if row.is_backward]
+            forward = [row for row in weights if not row.is_backward]
+            passes = [(forward, 'in the forward pass and the update'), (backward, 'in the backward pass')]
+            yield f'gathers weights: {_bytes_text(passes)}'
         else:
-            yield 'gathers no weights: each device has all that its examples meet'
+            yield 'gathers no weights: each device holds all weights that its examples use'
         if gradients := by_what['gradient']:
-            kinds = [(alike, f'by {kind}') for kind, alike in _by_kind(gradients)]
-            yield f'reduces gradients: {_listed(kinds)}'
+            by_kind = [(kind_rows, f'by {kind}') for kind, kind_rows in _by_kind(gradients)]
+            yield f'reduces gradients: {_bytes_text(by_kind)}'
         if sums := by_what['sum']:
             yield f'reduces other sums, such as a loss or a norm: {human_bytes(_bytes(sums))}'
-        to_blocks = [row for row in by_what['examples'] if row.path]
-        if to_blocks:
-            yield f'moves examples, or rows that they look up, and not weights: {_counted(to_blocks)}'
-        if mixed := [row for row in by_what['examples'] if not row.path]:
-            yield f'gathers or moves examples: {_counted(mixed)}, because these operations mix examples'
-        elif not to_blocks:
+        moved_to_state = [row for row in by_what['examples'] if row.path]
+        if moved_to_state:
+            size = _bytes_and_count(moved_to_state)
+            yield f'moves examples, or rows that they look up, instead of weights: {size}'
+        if gathered := [row for row in by_what['examples'] if not row.path]:
+            size = _bytes_and_count(gathered)
+            yield f'gathers or moves examples: {size}, because these operations mix examples'
+        elif not moved_to_state:
             yield 'keeps its examples: no operation mixes examples'
-        for of, words in _OF.items():
-            found = [each for each in self.redundant if each.of == of]
-            flops, size = sum(each.flops for each in found), sum(each.bytes for each in found)
-            if flops or (of == 'examples' and any(map(self._is_large, found))):
-                share = f' ({100 * flops / self.flops:.1f} % of its products)' if self.flops else ''
-                yield f'computes on {words} what the others compute, too: {human_flops(flops)}{share}, ' + (
-                    f'{human_bytes(size)} of results'
+        for of, kind_text in _KIND_TEXTS.items():
+            works = [work for work in self.redundant if work.of == of]
+            flops, result_bytes = sum(work.flops for work in works), sum(work.bytes for work in works)
+            if flops or (of == 'examples' and any(map(self._is_large, works))):
+                share = f' ({100 * flops / self.flops:.1f} % of its FLOPs)' if self.flops else ''
+                yield (
+                    f'repeats the work of other devices on {kind_text}: {human_flops(flops)}{share}, '
+                    f'{human_bytes(result_bytes)} of results'
                 )
 
     def to_dict(self) -> dict[str, Any]:
@@ -164,36 +168,36 @@ class PropagationReport(Renderable):
         }
 
     def to_json(self) -> str:
-        """The report as JSON: `to_dict` and a version, with a line for each collective."""
+        """The report as JSON: `to_dict` and a version, with one line for each collective."""
         return serialization.write(self.to_dict())
 
     @classmethod
     def load(cls, text_or_path: str | os.PathLike[str]) -> PropagationReport:
-        """Reads what `to_json` wrote.
+        """Loads a report that `to_json` wrote.
 
         Args:
-            text_or_path: the JSON itself, or the path of a file of it.
+            text_or_path: the JSON itself, or the path of a file that contains it.
 
         Raises:
-            DataError: this is not such a report, or one of another version, or the file cannot be read.
+            DataError: the data is not such a report, or has another version, or the file cannot be read.
             FileNotFoundError: there is no such file.
-            ArgumentError: it is neither text nor a path.
+            ArgumentError: the argument is neither text nor a path.
         """
         return serialization.read(cls, text_or_path, 'report')
 
 
 def batch_text(report: PropagationReport) -> str:
-    """Returns the axes along which a step is partitioned, and its batch."""
+    """Returns a text with the axes along which a step is partitioned, and its batch."""
     batch = (
         f'its batch is {" and ".join(map(repr, report.batch))}'
         if report.batch
-        else 'it makes its batch itself'
+        else 'it creates its batch itself'
     )
     return f'{" and ".join(report.axes)}; {batch}'
 
 
 def gradient_lines(report: PropagationReport) -> Iterator[str]:
-    """Yields the warning about a gradient that was taken outside of the compiled function."""
+    """Yields the warning about a gradient outside of the compiled function, if there is one."""
     if report.gradient_outside:
         yield (
             f'A gradient of {report.name} was taken outside of it. That program is not partitioned: '
@@ -204,7 +208,7 @@ def gradient_lines(report: PropagationReport) -> Iterator[str]:
 def make_propagation_report(
     name: str, mesh: Mapping[str, int], step: PartitionedStep, batch: Sequence[str], *, gradient_outside: bool
 ) -> PropagationReport:
-    """Returns the report of a step that is partitioned.
+    """Returns the report of a partitioned step.
 
     Args:
         name: the name of the function.
@@ -214,22 +218,27 @@ def make_propagation_report(
         gradient_outside: as in `PropagationReport`.
     """
     work = step.redundancy
-    found: dict[tuple[OperandKind, str, str], RedundantWork] = {}
+    works: dict[tuple[OperandKind, str, str], RedundantWork] = {}
     largest: dict[tuple[OperandKind, str, str], int] = {}
-    for of, (equation, calls), each in work:
-        key = of, str(equation.primitive), line_of(equation, calls)
+    for kind, (equation, calls), row_work in work:
+        key = kind, str(equation.primitive), line_of(equation, calls)
         aval = max([var.aval for var in equation.outvars], key=lambda aval: aval.size)
-        before = found.get(key)
+        previous = works.get(key)
         array = array_text(str(aval.dtype), aval.shape)
-        if before is None or aval.size > largest[key]:
+        if previous is None or aval.size > largest[key]:
             largest[key] = aval.size
         else:
-            array = before.array
-        flops, size, count = (before.flops, before.bytes, before.count) if before is not None else (0, 0, 0)
-        found[key] = RedundantWork(
-            *(*key, array, flops + each.flops, size + each.bytes, count + each.count),
+            array = previous.array
+        flops, size, count = (
+            (previous.flops, previous.bytes, previous.count) if previous is not None else (0, 0, 0)
         )
-    redundant = sorted(found.values(), key=lambda each: (-each.flops, -each.bytes, each.line, each.primitive))
+        works[key] = RedundantWork(
+            *(*key, array, flops + row_work.flops, size + row_work.bytes, count + row_work.count),
+        )
+    redundant = sorted(
+        works.values(),
+        key=lambda row_work: (-row_work.flops, -row_work.bytes, row_work.line, row_work.primitive),
+    )
     return PropagationReport(
         name,
         dict(mesh),
@@ -249,89 +258,100 @@ _LABELS = {
     'examples': 'examples gathered or moved',
     'sum': 'other sums reduced',
 }
-_OF: dict[OperandKind, str] = {
+_KIND_TEXTS: dict[OperandKind, str] = {
     'examples': 'gathered examples',
     'weight': 'gathered weights alone',
     'replicated': 'replicated values',
 }
-_ALIKE = 'what every device computes like all others, the largest first'
+_REDUNDANT_LEAD = 'work that all devices repeat, the largest first'
 
 
-def _bytes(found: Iterable[CollectiveRow]) -> int:
-    return sum(row.step_bytes for row in found)
+def _bytes(rows: Iterable[CollectiveRow]) -> int:
+    return sum(row.step_bytes for row in rows)
 
 
-def _counted(found: Sequence[CollectiveRow]) -> str:
-    return f'{human_bytes(_bytes(found))} in {plural(len(found), "collective")}'
+def _bytes_and_count(rows: Sequence[CollectiveRow]) -> str:
+    return f'{human_bytes(_bytes(rows))} in {plural(len(rows), "collective")}'
 
 
-def _by_kind(found: Iterable[CollectiveRow]) -> Iterator[tuple[str, list[CollectiveRow]]]:
+def _by_kind(rows: Iterable[CollectiveRow]) -> Iterator[tuple[str, list[CollectiveRow]]]:
     kinds: dict[str, list[CollectiveRow]] = {}
-    for row in found:
+    for row in rows:
         kinds.setdefault(row.kind, []).append(row)
     yield from kinds.items()
 
 
-def _listed(parts: Iterable[tuple[Sequence[CollectiveRow], str]]) -> str:
-    return ', '.join(f'{human_bytes(_bytes(found))} {words}' for found, words in parts if found)
+def _bytes_text(parts: Iterable[tuple[Sequence[CollectiveRow], str]]) -> str:
+    return ', '.join(f'{human_bytes(_bytes(rows))} {label}' for rows, label in parts if rows)
 
 
-def _collectives(found: Sequence[CollectiveRow]) -> Table:
-    several = len({row.axes for row in found}) > 1
+def _collectives_table(rows: Sequence[CollectiveRow]) -> Table:
+    has_several_axes = len({row.axes for row in rows}) > 1
     columns = (
-        *(Column('because', 'lead'), Column('operation'), *([Column('axes', 'code')] if several else [])),
+        *(
+            Column('because', 'lead'),
+            Column('operation'),
+            *([Column('axes', 'code')] if has_several_axes else []),
+        ),
         *(Column('array', 'code'), Column('size', 'number'), Column('forward', 'number')),
         *(Column('backward', 'number'), Column('in a step', 'number'), Column('line')),
     )
-    # A weight that is gathered in both passes has a row.
-    alike: dict[CollectiveRow, list[CollectiveRow]] = {}
-    for row in found:
-        alike.setdefault(dataclasses.replace(row, count=0, is_backward=False), []).append(row)
+    # A weight that is gathered in both passes has one row.
+    passes_by_row: dict[CollectiveRow, list[CollectiveRow]] = {}
+    for row in rows:
+        passes_by_row.setdefault(dataclasses.replace(row, count=0, is_backward=False), []).append(row)
     ordered = sorted(
-        alike.items(), key=lambda item: (_ORDER.index(item[0].what), -sum(x.step_bytes for x in item[1]))
+        passes_by_row.items(),
+        key=lambda item: (_ORDER.index(item[0].what), -sum(x.step_bytes for x in item[1])),
     )
-    shown: list[Row] = []
-    folds = fold((row.reason, _but_path(row, passes)) for row, passes in ordered)
+    table_rows: list[Row] = []
+    folds = fold((row.reason, _key_without_path(row, passes)) for row, passes in ordered)
     for item in folds:
         row, passes = ordered[item.first]
         total = sum(x.step_bytes for x in passes) * item.count
-        shown.append(
+        table_rows.append(
             [
-                *(item.short_name(MOST_RUNS), row.kind, *([', '.join(row.axes)] if several else [])),
+                *(item.short_name(MOST_RUNS), row.kind, *([', '.join(row.axes)] if has_several_axes else [])),
                 *(row.array, Cell(human_bytes(row.bytes), row.bytes)),
-                *(_runs(passes, item.count, backward) for backward in (False, True)),
+                *(_executions_cell(passes, item.count, backward) for backward in (False, True)),
                 *(Cell(human_bytes(total), total), row.line),
             ]
         )
-    return Table(columns, shown, max_text_rows=_MOST_ROWS)
+    return Table(columns, table_rows, max_text_rows=_MOST_ROWS)
 
 
-def _but_path(row: CollectiveRow, passes: Sequence[CollectiveRow]) -> Any:
-    """What rows have in common that share a line of the table."""
+def _key_without_path(row: CollectiveRow, passes: Sequence[CollectiveRow]) -> Any:
+    """Returns the key of rows that share a line of the table, because only their paths differ."""
     return dataclasses.replace(row, path='', reason=''), tuple([(x.count, x.is_backward) for x in passes])
 
 
-def _runs(passes: Sequence[CollectiveRow], times: int, backward: bool) -> Cell:
-    """How often a collective runs in the backward pass, to which all gradients belong, or outside of it."""
-    found = [row for row in passes if (row.is_backward or row.what == 'gradient') == backward]
-    count = sum(row.count for row in found) * times
-    return Cell('unknown' if found and not count else f'{count:,}' if found else '', count)
+def _executions_cell(passes: Sequence[CollectiveRow], times: int, backward: bool) -> Cell:
+    """Returns how often a collective runs in the backward pass, including all gradients, or outside of it."""
+    counted = [row for row in passes if (row.is_backward or row.what == 'gradient') == backward]
+    count = sum(row.count for row in counted) * times
+    return Cell('unknown' if counted and not count else f'{count:,}' if counted else '', count)
 
 
 _ORDER = ('examples', 'weight', 'gradient', 'sum')
 
 
-def _redundant(found: Sequence[RedundantWork]) -> Table:
+def _redundant_table(works: Sequence[RedundantWork]) -> Table:
     columns = (
         *(Column('line', 'lead'), Column('operation'), Column('on'), Column('largest result', 'code')),
-        *(Column('count', 'number'), Column('operations', 'number'), Column('results', 'number')),
+        *(Column('count', 'number'), Column('FLOPs', 'number'), Column('results', 'number')),
     )
-    order = sorted(found, key=lambda each: each.of != 'examples')
-    shown: list[Row] = [
+    order = sorted(works, key=lambda work: work.of != 'examples')
+    rows: list[Row] = [
         [
-            *(each.line, each.primitive, _OF[each.of], each.array, Cell(f'{each.count:,}', each.count)),
-            *(Cell(human_flops(each.flops), each.flops), Cell(human_bytes(each.bytes), each.bytes)),
+            *(
+                work.line,
+                work.primitive,
+                _KIND_TEXTS[work.of],
+                work.array,
+                Cell(f'{work.count:,}', work.count),
+            ),
+            *(Cell(human_flops(work.flops), work.flops), Cell(human_bytes(work.bytes), work.bytes)),
         ]
-        for each in order
+        for work in order
     ]
-    return Table(columns, shown, max_text_rows=10)
+    return Table(columns, rows, max_text_rows=10)
