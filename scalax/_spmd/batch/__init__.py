@@ -1,1 +1,1 @@
-"""The batch of a step: where it begins, and which dimensions of values are its dimensions."""
+"""The batch of a step: its arguments, its sources inside the step, and the batch dimensions of values."""

@@ -1,1 +1,1 @@
-"""Calls, loops and branches, and loops over examples and microbatches."""
+"""Partitioning of calls, branches and loops."""

@@ -1,1 +1,1 @@
-"""Operations with a way of their own to run on blocks of the batch."""
+"""Operations with their own way to run on local shards."""

@@ -1,1 +1,1 @@
-"""Placements of values, the rules of primitives that take and give them, and the collectives between them."""
+"""Placements of values, sharding rules of primitives, and collectives between placements."""
