@@ -65,11 +65,11 @@ def find_batch(rules: FunctionRules, call: Call, shardings: Shardings) -> BatchA
 
 
 def batch_axes(shardings: Sequence[DimSharding]) -> frozenset[str]:
-    """Returns the mesh axes of a batch: the axes that shard a dimension which all arrays of the batch share.
+    """Returns the mesh axes of a batch: the axes that shard a dimension which all arrays of the batch have.
 
-    The axis that shards the heads of a KV cache is not one of them, because tokens have no heads. Dimensions
-    of two arrays count as shared if mesh axes that shard one dimension of the first array shard one dimension
-    of the second. If the arrays share no dimension, all axes are axes of the batch.
+    For example, the axis that shards the heads of a KV cache is not an axis of the batch, because tokens have
+    no heads. Axes that shard one dimension together form a group. A group counts if each array has a
+    dimension that is sharded by an axis of the group. If no group counts, all axes are axes of the batch.
 
     Args:
         shardings: the sharding of each sharded array of the batch.

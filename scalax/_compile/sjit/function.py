@@ -70,17 +70,17 @@ class SjitOptions(JitOptions, total=False):
     partitioning: BatchPartitioning | None
 
 
-def reject_unknown_options(what: str, options: Iterable[str], known: Iterable[str]) -> None:
+def reject_unknown_options(what: str, options: Iterable[str], option_names: Iterable[str]) -> None:
     """Raises ArgumentError about options that neither *what* nor ``jax.jit`` has, and names similar options.
 
     Args:
         what: the name of the function that takes the options.
         options: the names of the options that *what* passes on to ``jax.jit``.
-        known: the names of the options of *what* itself.
+        option_names: the names of the options of *what* itself.
     """
     # Options about arguments are never passed on to ``jax.jit``.
     about_arguments = {field.name for field in dataclasses.fields(Options)}
-    names = dict.fromkeys([*known, *sorted(jit_options() - about_arguments)])
+    names = dict.fromkeys([*option_names, *sorted(jit_options() - about_arguments)])
     if unknown := [option for option in options if option not in names]:
         hints = [did_you_mean(option, near_names(option, names)[:1] or names) for option in unknown]
         listed = ', '.join(f'{option!r} ({hint})' for option, hint in zip(unknown, hints, strict=True))

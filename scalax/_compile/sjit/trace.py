@@ -202,7 +202,7 @@ class TracedFunction:
         return any(sharding is not None and spec_axes(sharding.spec) for sharding in shardings)
 
     def _pipeline(self, entry: TraceCacheEntry) -> Pipeline | None:
-        """Returns the pipelines that the user asks for; None if the axis of stages has one device."""
+        """Returns the user's pipeline, or None if the axis of the stages has a single device."""
         pipeline, name = self._rules.options.pipeline, self._rules.signature.name
         if pipeline is None:
             return None
