@@ -50,8 +50,8 @@ def assert_close(tree, expected, tolerance=1e-6):
 @each_mesh
 @pytest.mark.parametrize('where', [P(), P('data')], ids=['replicated', 'fsdp'])
 def test_the_gradient_of_the_whole_batch(helper, where, params, batch):
-    whole = helper.sjit(jax.value_and_grad(loss), in_shardings=(where, P('data')))
-    expected, plan = whole(params, batch), helper.plan(whole, params, batch)
+    full_batch_step = helper.sjit(jax.value_and_grad(loss), in_shardings=(where, P('data')))
+    expected, plan = full_batch_step(params, batch), helper.plan(full_batch_step, params, batch)
     summed_once = where == P() and helper is HELPERS['auto']
     options = {'in_shardings': (where, P('data')), **({'batch_argnums': 1} if summed_once else {})}
     for n in (1, 2, 16):
@@ -266,11 +266,11 @@ def test_floats_are_no_part_of_the_program(batch):
         return (batch['x'] * by).sum()
 
     by_parts = microbatch(scaled, 2, batch=0, reduce='sum')
-    whole = np.sum(batch['x'])
+    total = np.sum(batch['x'])
     for kinds in ((0.5, 2.0, -0.0), (0.5j, 2j), (np.float32(0.5), np.float32(3))):
         traces.clear()
         for by in kinds:
-            np.testing.assert_allclose(by_parts(batch, by), whole * by, rtol=1e-4)
+            np.testing.assert_allclose(by_parts(batch, by), total * by, rtol=1e-4)
             assert by_parts(batch, by).dtype == (np.complex64 if isinstance(by, complex) else np.float32)
         assert len(traces) == 1
 

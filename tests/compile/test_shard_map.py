@@ -50,8 +50,8 @@ def numbered_by_hand(spec, manual):
                 continue
             inner = int(np.prod([sizes[a] for a in cut[cut.index(axis) + 1 :]]))
             blocks = int(np.prod([sizes[a] for a in cut]))
-            place = np.arange(8) // (8 // blocks) // inner % sizes[axis]
-            expected += 100 * 10**i * place.reshape(-1, *[1] * (1 - dim))
+            index = np.arange(8) // (8 // blocks) // inner % sizes[axis]
+            expected += 100 * 10**i * index.reshape(-1, *[1] * (1 - dim))
     return expected
 
 

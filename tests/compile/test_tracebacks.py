@@ -33,7 +33,7 @@ def of_scalax(names):
 
 TRACEBACKS = {
     'a call': lambda compiled, _: compiled(X),
-    'a call of another shape': lambda compiled, known: known(X),
+    'a call of another shape': lambda compiled, called_before: called_before(X),
     'under grad': lambda compiled, _: jax.grad(compiled)(X),
     'under jit': lambda compiled, _: jax.jit(compiled)(X),
     'nested': lambda compiled, _: HELPER.sjit(lambda x: compiled(x))(X),
@@ -56,10 +56,10 @@ def failing(x):
 
 @pytest.mark.parametrize('call', TRACEBACKS)
 def test_tracebacks_show_the_users_lines(call):
-    compiled, known = HELPER.sjit(failing), HELPER.sjit(failing)
-    known(X[0])
+    compiled, called_before = HELPER.sjit(failing), HELPER.sjit(failing)
+    called_before(X[0])
     with pytest.raises(KeyError) as error:
-        TRACEBACKS[call](compiled, known)
+        TRACEBACKS[call](compiled, called_before)
     names = files(error.value)
     assert names[-1] == __file__
     assert len(of_sjit(names)) == 2 * (call == 'lower')

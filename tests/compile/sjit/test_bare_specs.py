@@ -124,13 +124,13 @@ def places(tree):
 def test_a_function_runs_on_the_mesh_as_under_set_mesh(helper, call):
     fun, *args = call
     with jax.set_mesh(helper.mesh):
-        wanted = jax.jit(fun)(*args)
+        expected = jax.jit(fun)(*args)
     compiled = helper.sjit(fun)
     for _ in range(2):
         got = compiled(*args)
-        assert places(got) == places(wanted)
-        jax.tree.map(np.testing.assert_array_equal, got, wanted)
-    assert places(compiled.lower(*args).compile()(*args)) == places(wanted)
+        assert places(got) == places(expected)
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert places(compiled.lower(*args).compile()(*args)) == places(expected)
 
 
 @pytest.mark.medium
@@ -246,8 +246,8 @@ def test_some_functions_know_a_mesh_that_is_set_alone(helper, name):
 def test_what_is_for_another_platform_is_lowered_under_its_mesh(types):
     helper = MeshShardingHelper([4, 2], ['dp', 'mp'], axis_types=types)
     fields = {'device_kind': 'TPU v5e', 'num_cores': 1, 'platform': 'tpu'}
-    known = inspect.signature(jax.sharding.AbstractDevice).parameters
-    device = jax.sharding.AbstractDevice(**{name: fields[name] for name in known})
+    parameters = inspect.signature(jax.sharding.AbstractDevice).parameters
+    device = jax.sharding.AbstractDevice(**{name: fields[name] for name in parameters})
     others = [AxisType.Auto if types is AxisType.Explicit else AxisType.Explicit] * 2
     for rules in (None, P('dp')):
         for mesh in (

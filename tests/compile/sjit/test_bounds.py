@@ -46,7 +46,7 @@ def test_threads_agree_on_what_is_kept():
     for thread in threads:
         thread.join(timeout=300)
     assert len(agreed) == 8
-    assert all(one == agreed[0] for one in agreed)
+    assert all(first == agreed[0] for first in agreed)
 
 
 @pytest.mark.medium

@@ -267,11 +267,11 @@ def test_arrays_of_x64_are_told_apart_by_a_partial_key(monkeypatch):
     by_dtype = PolicyShardingRule(lambda path, leaf: ROWS if leaf.dtype == np.float64 else P())
     fill = HELPER.sjit(jnp.zeros_like, out_shardings=by_dtype)
     calls = [wide, HELPER.shard(np.ones(8), P())]
-    wanted = [fill(x).sharding for x in calls]
+    expected = [fill(x).sharding for x in calls]
     state = fill._dispatcher
     monkeypatch.setattr(type(state), 'dispatch', lambda *_: pytest.fail('the slow path'))
-    assert [fill(x).sharding for x in calls] == wanted
-    assert [sharding.spec for sharding in wanted] == [ROWS, P()]
+    assert [fill(x).sharding for x in calls] == expected
+    assert [sharding.spec for sharding in expected] == [ROWS, P()]
 
 
 @pytest.mark.medium
@@ -281,9 +281,9 @@ def test_x64_dtypes_that_are_asked_for_by_name():
     try:
         arguments = [X, X.astype(np.float64), jnp.asarray(X), jnp.asarray(X, np.float64), np.float64(2), 2.0]
         for f in (lambda x: x * 2, lambda x: jnp.asarray(x, np.float64)):
-            ours, theirs = HELPER.sjit(f), jax.jit(f)
+            compiled, jitted = HELPER.sjit(f), jax.jit(f)
             for x in arguments * 2:
-                assert ours(x).dtype == theirs(x).dtype
+                assert compiled(x).dtype == jitted(x).dtype
     finally:
         jax.config.update('jax_explicit_x64_dtypes', before)
 
@@ -326,9 +326,9 @@ def test_shapes_trees_and_statics_in_turn():
         for tree in trees:
             for n in (2, 3):
                 out = compiled(tree, n)
-                wanted = HELPER.match_sharding_rule(rule, tree)
+                expected = HELPER.match_sharding_rule(rule, tree)
                 assert jax.tree.structure(out) == jax.tree.structure(tree)
-                for leaf, sharding in zip(jax.tree.leaves(out), jax.tree.leaves(wanted), strict=True):
+                for leaf, sharding in zip(jax.tree.leaves(out), jax.tree.leaves(expected), strict=True):
                     assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
                     assert (np.asarray(leaf) == n).all()
 
@@ -359,7 +359,7 @@ def test_many_threads_functions_and_bindings():
         functions.append((HELPER.sjit(inner, annotation_shardings={'h': spec}), inner, spec))
     inputs = [X, X[:4], np.ones((8, 4), np.float32)]
     with jax.disable_jit():
-        wanted = {
+        expected = {
             (i, j): np.asarray(inner(jnp.asarray(x)))
             for i, (_, inner, _) in enumerate(functions)
             for j, x in enumerate(inputs)
@@ -373,7 +373,7 @@ def test_many_threads_functions_and_bindings():
                 i, j = choose.randrange(8), choose.randrange(3)
                 compiled, _, spec = functions[i]
                 out = compiled(inputs[j])
-                np.testing.assert_allclose(out, wanted[i, j])
+                np.testing.assert_allclose(out, expected[i, j])
                 wanted_sharding = HELPER.match_sharding_rule(spec, out)
                 assert out.sharding.is_equivalent_to(wanted_sharding, out.ndim)
         except BaseException as error:
@@ -468,8 +468,8 @@ def test_equal_keys_of_dicts_have_one_path():
     rule = TreePathShardingRule(('^1$', ROWS), ('^a$', COLUMNS))
     compiled = HELPER.sjit(lambda tree: jax.tree.map(lambda x: x * 2, tree), rule, rule)
     for key, spec in ((1, ROWS), (True, ROWS), (1.0, ROWS), ('a', COLUMNS), (Letter.A, COLUMNS)):
-        for place in (compiled, lambda tree: HELPER.shard(tree, rule)):
-            [placed] = place({key: X}).values()
+        for place_tree in (compiled, lambda tree: HELPER.shard(tree, rule)):
+            [placed] = place_tree({key: X}).values()
             assert placed.sharding.spec == spec
 
 
@@ -518,14 +518,14 @@ def test_rules_are_those_of_the_call_of_sjit(option):
     def double(x):
         return {'y': x['y'] * 2}
 
-    def own(spec):
+    def rule_for(spec):
         return {'y': spec} if option == 'out_shardings' else [{'y': spec}]
 
-    rules = own(ROWS)
+    rules = rule_for(ROWS)
     before = HELPER.sjit(double, **{option: rules})
     (rules if option == 'out_shardings' else rules[0])['y'] = COLUMNS
     after = HELPER.sjit(double, **{option: rules})
-    again = HELPER.sjit(double, **{option: own(ROWS)})
+    again = HELPER.sjit(double, **{option: rule_for(ROWS)})
     for compiled, spec in ((before, ROWS), (after, COLUMNS), (again, ROWS)):
         assert compiled({'y': X})['y'].sharding.spec == spec
 
@@ -549,7 +549,7 @@ def _double(x):
 
 
 def test_shared_traces_keep_nothing_alive():
-    def made():
+    def make_function():
         array, helper = jnp.ones(8), MeshShardingHelper([8], ['data'])
 
         def closing_over(x):
@@ -563,7 +563,7 @@ def test_shared_traces_keep_nothing_alive():
     gc.collect()
     gc.disable()
     try:
-        compiled, *refs = made()
+        compiled, *refs = make_function()
         assert float(compiled(np.ones(8, np.float32))[0]) == 9  # alone, it is whole
         assert all(ref() is not None for ref in refs)
         del compiled
@@ -593,12 +593,12 @@ def test_unused_names_are_those_of_each_function():
     def both(x):
         return with_sharding_annotation(with_sharding_annotation(x, 'used'), 'forgotten')
 
-    def one(x):
+    def uses_one_name(x):
         return with_sharding_annotation(x, 'used') * 2
 
     HELPER.sjit(both, annotation_shardings=names)(X)
     with pytest.warns(UnusedAnnotationWarning, match="used: 'forgotten'"):
-        HELPER.sjit(one, annotation_shardings=names)(X)
+        HELPER.sjit(uses_one_name, annotation_shardings=names)(X)
 
 
 def test_memory_spaces_are_not_mixed_up_by_replays():
@@ -719,10 +719,10 @@ def cache_sizes(compiled):
 
 def never_slow(compiled, calls, monkeypatch):
     """Each call once, then each again without the slow path."""
-    wanted = [compiled(*call) for call in calls]
+    expected = [compiled(*call) for call in calls]
     state = compiled._dispatcher
     monkeypatch.setattr(type(state), 'dispatch', lambda *_: pytest.fail('the slow path'))
-    for call, out in zip(calls, wanted, strict=True):
+    for call, out in zip(calls, expected, strict=True):
         jax.tree.map(np.testing.assert_array_equal, compiled(*call), out)
 
 
@@ -738,15 +738,15 @@ def test_programs_whose_calls_look_alike_are_told_apart_by_the_trace_context(mon
     by_dtype = PolicyShardingRule(lambda path, leaf: P('data') if leaf.dtype == np.float64 else P())
     compiled = HELPER.sjit(lambda x: x * 1.0, out_shardings=by_dtype)
     x = np.ones(8, np.int32)
-    wanted = {}
+    expected = {}
     for x64 in (False, True, False, True):
         with jax.enable_x64(x64):
-            wanted[x64] = compiled(x).sharding
+            expected[x64] = compiled(x).sharding
     monkeypatch.setattr(type(compiled._dispatcher), 'dispatch', lambda *_: pytest.fail('dispatched'))
     for x64 in (False, True) * 2:
         with jax.enable_x64(x64):
-            assert compiled(x).sharding == wanted[x64]
-    assert wanted[False].spec != wanted[True].spec
+            assert compiled(x).sharding == expected[x64]
+    assert expected[False].spec != expected[True].spec
 
 
 def test_programs_are_told_apart_by_dtypes_as_they_are_on_the_devices(monkeypatch):

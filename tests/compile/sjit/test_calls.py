@@ -481,10 +481,10 @@ def test_misspelled_names_behind_wrappers():
     def wrapper(*args, timer=None, **kwargs):
         return step(*args, **kwargs)
 
-    known = r"\(did you mean 'state' or 'states'\?\)|\(did you mean 'state'\?\)"
-    with pytest.raises(StructureError, match=f"in_shardings of step: there is no argument 'stat' {known}"):
+    hint = r"\(did you mean 'state' or 'states'\?\)|\(did you mean 'state'\?\)"
+    with pytest.raises(StructureError, match=f"in_shardings of step: there is no argument 'stat' {hint}"):
         HELPER.sjit(wrapper, in_shardings={'stat': P('dp')})
-    with pytest.raises(ArgumentError, match=f"donate_argnames='statee': step has no such argument {known}"):
+    with pytest.raises(ArgumentError, match=f"donate_argnames='statee': step has no such argument {hint}"):
         HELPER.sjit(wrapper, donate_argnames='statee')
     # Names of the wrapped function, of the wrapper, and such as a wrapper may take from its keywords.
     HELPER.sjit(wrapper, in_shardings={'state': P('dp'), 'states': P(), 'timer': P(), 'mask': P()})
@@ -580,7 +580,7 @@ def test_negative_positions_behind_a_wrapper_are_those_of_the_function():
     np.testing.assert_array_equal(compiled(state), 2 * Y)
     compiled(state, by_position)
     compiled(state, old=by_name)
-    assert [each.is_deleted() for each in (state, by_position, by_name)] == [False, True, True]
+    assert [value.is_deleted() for value in (state, by_position, by_name)] == [False, True, True]
 
     @functools.wraps(behind)
     def with_log(*args):

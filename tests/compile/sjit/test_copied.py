@@ -42,7 +42,7 @@ def wrapped(fun):
     return plus_one
 
 
-MADE = {
+DERIVED = {
     'grad': jax.grad,
     'value_and_grad': jax.value_and_grad,
     'hessian': lambda fun: jax.hessian(lambda x: fun(x[:1, :2])),
@@ -85,7 +85,7 @@ def planned(fun):
     return plan.flops
 
 
-ASKED = {
+QUESTIONS = {
     'call': lambda fun: fun(X),
     'lower': lambda fun: jax.jit(fun).lower(X).compile()(X),
     'own lower': own_lower,
@@ -101,18 +101,18 @@ ASKED = {
 
 @pytest.mark.medium
 @pytest.mark.sampled(11)
-@pytest.mark.parametrize('asked', ASKED)
-@pytest.mark.parametrize('made', MADE)
-def test_what_is_made_of_it_is_about_itself(made, asked):
-    ours = ASKED[asked](MADE[made](HELPER.sjit(plain)))
-    theirs = ASKED[asked](MADE[made](plain))
-    assert [np.shape(leaf) for leaf in jax.tree.leaves(ours)] == [
-        np.shape(leaf) for leaf in jax.tree.leaves(theirs)
+@pytest.mark.parametrize('question', QUESTIONS)
+@pytest.mark.parametrize('derivation', DERIVED)
+def test_what_is_made_of_it_is_about_itself(derivation, question):
+    actual = QUESTIONS[question](DERIVED[derivation](HELPER.sjit(plain)))
+    expected = QUESTIONS[question](DERIVED[derivation](plain))
+    assert [np.shape(leaf) for leaf in jax.tree.leaves(actual)] == [
+        np.shape(leaf) for leaf in jax.tree.leaves(expected)
     ]
-    if asked in ('eval_shape', 'export', 'sjit, eval_shape'):
-        assert ours == theirs
+    if question in ('eval_shape', 'export', 'sjit, eval_shape'):
+        assert actual == expected
     else:
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), ours, theirs)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), actual, expected)
 
 
 def test_methods_stay_with_the_function():
@@ -128,8 +128,8 @@ def test_methods_stay_with_the_function():
         'get_jitted_function_by_args',
         'clear_cache',
     ]
-    for made in ('grad', 'vmap', 'checkpoint', 'wraps', 'microbatch'):
-        assert not {*methods, '_dispatcher'} & {*vars(MADE[made](compiled))}
+    for derivation in ('grad', 'vmap', 'checkpoint', 'wraps', 'microbatch'):
+        assert not {*methods, '_dispatcher'} & {*vars(DERIVED[derivation](compiled))}
     assert not hasattr(jax.grad(named_jit(plain)), 'lower')
 
 
@@ -201,11 +201,11 @@ def test_copies_are_the_function_itself(function):
 
 def test_it_is_pickled_with_what_it_was_made_of():
     rules = {'x': FSDPShardingRule('fsdp', min_fsdp_size=0)}
-    made = HELPER.sjit(plain, rules, P(), on_mismatch='reshard', keep_unused=True)
-    again = pickle.loads(pickle.dumps(made))
-    assert again is not made
+    compiled = HELPER.sjit(plain, rules, P(), on_mismatch='reshard', keep_unused=True)
+    again = pickle.loads(pickle.dumps(compiled))
+    assert again is not compiled
     np.testing.assert_allclose(again(X), plain(X))
-    assert again.shardings_for(X) == made.shardings_for(X)
+    assert again.shardings_for(X) == compiled.shardings_for(X)
     np.testing.assert_allclose(again(HELPER.shard(X, P('tp'))), plain(X))
 
 

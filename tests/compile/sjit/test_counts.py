@@ -100,22 +100,22 @@ def compared(
     def arguments() -> list[Any]:
         return [ARRIVALS[name](helper) for name in arrivals]
 
-    with counted('theirs') as (counts, function):
+    with counted('jitted') as (counts, function):
         by_hand = jax.jit(function, in_shardings=sharding, out_shardings=sharding, **options)
-        given = arguments()
+        jit_arguments = arguments()
         if on_mismatch == 'reshard':
             moved = {'one device', 'elsewhere'}
-            given = [
+            jit_arguments = [
                 jax.device_put(x, sharding) if name in moved else x
-                for name, x in zip(arrivals, given, strict=True)
+                for name, x in zip(arrivals, jit_arguments, strict=True)
             ]
-        theirs = called(by_hand, given, counts)
-    with counted('ours') as (counts, function):
+        jit_outcomes = called(by_hand, jit_arguments, counts)
+    with counted('sjitted') as (counts, function):
         compiled = helper.sjit(
             function, in_shardings=spec, out_shardings=spec, on_mismatch=on_mismatch, **options
         )
-        ours = called(compiled, arguments(), counts)
-    return counts, ours, theirs
+        sjit_outcomes = called(compiled, arguments(), counts)
+    return counts, sjit_outcomes, jit_outcomes
 
 
 @pytest.mark.medium
@@ -128,9 +128,9 @@ def test_no_sequence_of_calls_compiles_more_often(helper, donated, arrivals):
         pytest.skip('a number has no buffer to donate')
     spec = P() if 'number' in arrivals else ROWS
     for on_mismatch in ['error', 'reshard'] if {'one device', 'elsewhere'} & set(arrivals) else ['error']:
-        counts, ours, theirs = compared(helper, spec, donated, arrivals, on_mismatch)
-        for (mine, outcome), (by_hand, expected) in zip(ours, theirs, strict=True):
-            assert mine <= by_hand
+        counts, sjit_outcomes, jit_outcomes = compared(helper, spec, donated, arrivals, on_mismatch)
+        for (count, outcome), (by_hand, expected) in zip(sjit_outcomes, jit_outcomes, strict=True):
+            assert count <= by_hand
             assert outcome == (PlacementError if expected is ValueError else expected)
         signatures = len({name == 'number' for name in arrivals})
         assert counts.traces <= signatures
@@ -141,9 +141,11 @@ def test_no_sequence_of_calls_compiles_more_often(helper, donated, arrivals):
 @each_donation
 def test_whole_copies_are_taken_from_any_device(helper, donated):
     for arrivals in (['one device'] * 3, ['one device', 'numpy', 'one device']):
-        counts, ours, theirs = compared(helper, P(), donated, arrivals, 'error')
-        assert [outcome for _, outcome in ours] == [X.sum() * 2] * 3
-        assert all(mine <= by_hand for (mine, _), (by_hand, _) in zip(ours, theirs, strict=True))
+        counts, sjit_outcomes, jit_outcomes = compared(helper, P(), donated, arrivals, 'error')
+        assert [outcome for _, outcome in sjit_outcomes] == [X.sum() * 2] * 3
+        assert all(
+            count <= by_hand for (count, _), (by_hand, _) in zip(sjit_outcomes, jit_outcomes, strict=True)
+        )
         assert counts.traces == 1
 
 
@@ -156,17 +158,17 @@ def test_ahead_of_time_and_then_called(helper, donated, typed):
     options: dict[str, Any] = {'donate_argnums': 0} if donated else {}
     struct, sharding = jax.ShapeDtypeStruct(X.shape, X.dtype), NamedSharding(helper.mesh, ROWS)
     typed_struct = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=sharding)
-    with counted('theirs') as (theirs, function):
+    with counted('jitted') as (jit_counts, function):
         by_hand = jax.jit(function, in_shardings=sharding, out_shardings=sharding, **options)
         by_hand.lower(typed_struct if typed or helper is not HELPERS['auto'] else struct).compile()
-        called(by_hand, [ARRIVALS['placed'](helper)] * (1 if donated else 3), theirs)
-    with counted('ours') as (ours, function):
+        called(by_hand, [ARRIVALS['placed'](helper)] * (1 if donated else 3), jit_counts)
+    with counted('sjitted') as (sjit_counts, function):
         compiled = helper.sjit(function, in_shardings=ROWS, out_shardings=ROWS, **options)
         executable = compiled.lower(typed_struct if typed else struct).compile()
         assert float(executable(ARRIVALS['placed'](helper)).sum()) == X.sum() * 2
-        called(compiled, [ARRIVALS['placed'](helper) for _ in range(3)], ours)
-    assert ours.traces == 1
-    assert ours.compilations <= theirs.compilations
+        called(compiled, [ARRIVALS['placed'](helper) for _ in range(3)], sjit_counts)
+    assert sjit_counts.traces == 1
+    assert sjit_counts.compilations <= jit_counts.compilations
 
 
 @pytest.mark.medium
@@ -174,15 +176,15 @@ def test_ahead_of_time_and_then_called(helper, donated, typed):
 def test_several_arguments_that_arrive_in_different_ways(helper):
     """A training step: a state in place, a batch from the host, a key that nobody has placed."""
     state = helper.shard({'w': X}, ROWS)
-    with counted('ours') as (counts, _):
+    with counted('sjitted') as (counts, _):
 
-        def ours(state, batch, key):
+        def sjitted(state, batch, key):
             counts.traces += 1
             noise = jax.random.normal(key, batch.shape)
             return jax.tree.map(lambda leaf: leaf + (batch + noise).mean(0), state)
 
         options: dict[str, Any] = {'in_shardings': (ROWS, ROWS, P()), 'out_shardings': ROWS}
-        step = helper.sjit(ours, **options, donate_argnums=0)
+        step = helper.sjit(sjitted, **options, donate_argnums=0)
         for i in range(4):
             state = step(state, X, jax.random.key(i))
     assert dataclasses.astuple(counts) == (1, 1)
@@ -191,7 +193,7 @@ def test_several_arguments_that_arrive_in_different_ways(helper):
 @pytest.mark.medium
 @each_mesh
 def test_sjit_of_the_same_function_and_options_again(helper):
-    with counted('ours') as (counts, function):
+    with counted('sjitted') as (counts, function):
         for _ in range(5):
             helper.sjit(function, in_shardings=ROWS)(X)
         assert dataclasses.astuple(counts) == (1, 1)

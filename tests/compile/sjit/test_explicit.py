@@ -61,13 +61,13 @@ def test_a_nested_call_takes_its_shardings(helper, outer, options, start):
         'sjit with rules': lambda f: helper.sjit(f, in_shardings=start),
         'jit': jax.jit,
     }[outer]
-    wanted = [axis for axis, kind in zip('xy', helper.axis_types, strict=True) if kind is AxisType.Explicit]
+    expected = [axis for axis, kind in zip('xy', helper.axis_types, strict=True) if kind is AxisType.Explicit]
     compiled = compile_(lambda value: nested(value * 2))
     for _ in range(2):
         out = compiled(helper.shard(X, start))
         np.testing.assert_array_equal(out, 2 * X + 1)
         assert lies(out, helper, SPEC)
-    assert types == [wanted]
+    assert types == [expected]
 
 
 @pytest.mark.medium
@@ -310,10 +310,10 @@ def test_host_data_is_placed_without_being_looked_at_twice(helper, monkeypatch):
     def check(batch):
         _, out = step(params, batch)
         jax.tree.map(np.testing.assert_array_equal, out, jax.tree.map(lambda leaf: leaf + 1, batch))
-        for ours, theirs in zip(
+        for array, sharding in zip(
             jax.tree.leaves(out), jax.tree.leaves(helper.match_sharding_rule(rule, batch)), strict=True
         ):
-            assert ours.sharding.is_equivalent_to(theirs, ours.ndim)
+            assert array.sharding.is_equivalent_to(sharding, array.ndim)
 
     for _ in range(2):
         for batch in (large, small, several, jax.tree.map(jnp.asarray, large)):
@@ -418,12 +418,12 @@ def test_arrays_of_an_explicit_mesh_without_rules_stay_on_their_devices(sharding
 
 
 @pytest.mark.parametrize('rules', [{'in_shardings': P('x')}, {'out_shardings': P('x')}], ids=['in', 'out'])
-@pytest.mark.parametrize('known', [False, True], ids=['first', 'known'])
-def test_values_of_an_explicit_mesh_inside_of_another_function(rules, known, snapshot):
+@pytest.mark.parametrize('called_before', [False, True], ids=['first', 'known'])
+def test_values_of_an_explicit_mesh_inside_of_another_function(rules, called_before, snapshot):
     """JAX would ignore the shardings, because types of two meshes do not go together."""
     x = jax.device_put(np.ones((8, 8), np.float32), TYPED['as asked'])
     compiled = AUTO_HELPER.sjit(lambda x: x * 2, **rules)
-    if known:
+    if called_before:
         assert compiled(x).sharding.spec[0] == 'x'
     for _ in range(2):
         with snapshot.raises(MeshError):

@@ -34,8 +34,8 @@ def arrays(groups, rows=16, features=16):
 
 
 def assert_right(fun, *args, **options):
-    found = HELPER.sjit(fun, static_argnums=2, **options)(*args)
-    for a, b in zip(*map(jax.tree.leaves, (found, fun(*args))), strict=True):
+    actual = HELPER.sjit(fun, static_argnums=2, **options)(*args)
+    for a, b in zip(*map(jax.tree.leaves, (actual, fun(*args))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
 
 
@@ -70,8 +70,8 @@ def test_results_that_are_laid_out_unlike_images(batch):
 
     w, x = arrays(16)
     for options in ({}, {'batch_argnums': ()}):
-        found = LINE.sjit(fun, in_shardings=(P(None, None, None, 'fsdp'), batch), **options)(w, x)
-        np.testing.assert_allclose(found, fun(w, x), rtol=1e-4, atol=1e-4)
+        actual = LINE.sjit(fun, in_shardings=(P(None, None, None, 'fsdp'), batch), **options)(w, x)
+        np.testing.assert_allclose(actual, fun(w, x), rtol=1e-4, atol=1e-4)
 
 
 def inside(w, x, groups):
@@ -138,11 +138,11 @@ def microbatched(w, x, groups):
 def test_rows_over_parts_of_axes_and_over_others(helper, fun, batch, options):
     w, x = arrays(4, rows=16 if fun is not microbatched else 32)
     step = helper.sjit(fun, static_argnums=2, in_shardings=(P(), batch), out_shardings=P(), **options)
-    found = step(w, x, 4)
+    actual = step(w, x, 4)
     expected = (
         jax.jit(fun, static_argnums=2)(w, x, 4) if fun is not annotated else gradients(w, jnp.sin(x), 4)
     )
-    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
 
 

@@ -18,16 +18,18 @@ for module in pkgutil.iter_modules(jit_cases.__path__):
 
 # What the reasons for a difference allow: what jax.jit gave, and what sjit may give then.
 ALLOWED = {
-    'own-errors': lambda theirs, ours: issubclass(ours, ScalaxError),
-    'takes-more': lambda theirs, ours: ours is None,
-    'one-trace': lambda theirs, ours: len(ours) < len(theirs) and set(ours) <= set(theirs),
-    'one-mesh': lambda theirs, ours: theirs is None and issubclass(ours, ScalaxError),
-    'names-and-numbers': lambda theirs, ours: theirs.count('True') < ours.count('True'),
-    'mesh-in-force': lambda theirs, ours: (
-        'AbstractMesh((' in str(theirs) and "AbstractMesh('x': 4" in str(ours)
+    'own-errors': lambda of_jit, of_sjit: issubclass(of_sjit, ScalaxError),
+    'takes-more': lambda of_jit, of_sjit: of_sjit is None,
+    'one-trace': lambda of_jit, of_sjit: len(of_sjit) < len(of_jit) and set(of_sjit) <= set(of_jit),
+    'one-mesh': lambda of_jit, of_sjit: of_jit is None and issubclass(of_sjit, ScalaxError),
+    'names-and-numbers': lambda of_jit, of_sjit: of_jit.count('True') < of_sjit.count('True'),
+    'mesh-in-force': lambda of_jit, of_sjit: (
+        'AbstractMesh((' in str(of_jit) and "AbstractMesh('x': 4" in str(of_sjit)
     ),
-    'helper-in-force': lambda theirs, ours: len(ours) == len(theirs) + 1 and set(ours) == set(theirs),
-    'static-equality': lambda theirs, ours: theirs is None and issubclass(ours, ValueError),
+    'helper-in-force': lambda of_jit, of_sjit: (
+        len(of_sjit) == len(of_jit) + 1 and set(of_sjit) == set(of_jit)
+    ),
+    'static-equality': lambda of_jit, of_sjit: of_jit is None and issubclass(of_sjit, ValueError),
 }
 
 
@@ -40,14 +42,15 @@ def _parameter(case: Case) -> object:
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize('case', [_parameter(case) for case in CASES if case.exists])
 def test_case(case):
-    found = differences(case)
-    unexpected = {aspect: both for aspect, both in found.items() if aspect not in case.meant}
+    outcomes = differences(case)
+    unexpected = {aspect: both for aspect, both in outcomes.items() if aspect not in case.meant}
     assert not unexpected, '\n'.join(
-        f'{aspect}:\n  jax.jit: {theirs}\n  sjit:    {ours}' for aspect, (theirs, ours) in unexpected.items()
+        f'{aspect}:\n  jax.jit: {of_jit}\n  sjit:    {of_sjit}'
+        for aspect, (of_jit, of_sjit) in unexpected.items()
     )
-    assert set(found) == set(case.meant), f'no difference any more: {set(case.meant) - set(found)}'
+    assert set(outcomes) == set(case.meant), f'no difference any more: {set(case.meant) - set(outcomes)}'
     for aspect, reason in case.meant.items():
-        assert ALLOWED[reason](*found[aspect]), (aspect, reason, found[aspect])
+        assert ALLOWED[reason](*outcomes[aspect]), (aspect, reason, outcomes[aspect])
 
 
 def test_the_table_is_one_of_all_subjects():

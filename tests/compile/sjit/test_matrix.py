@@ -183,8 +183,8 @@ def test_matrix(case):
 
     result = context(helper, run)
     assert jax.tree.structure(result) == jax.tree.structure(expected)
-    for mine, theirs in zip(*map(jax.tree.leaves, (result, expected)), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-5)
+    for actual, desired in zip(*map(jax.tree.leaves, (result, expected)), strict=True):
+        np.testing.assert_allclose(actual, desired, rtol=2e-5, atol=1e-5)
     if case[5] == 'called':
         assert result.sharding.is_equivalent_to(helper.match_sharding_rule(ROWS, X), 2)
         with assert_no_recompile(f):

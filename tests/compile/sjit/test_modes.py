@@ -91,10 +91,10 @@ def test_every_mesh_and_context(helper, context, placed):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize('known', [False, True], ids=['first call', 'later call'])
-def test_a_foreign_mesh_of_the_same_devices_in_another_order(helper, known):
+@pytest.mark.parametrize('called_before', [False, True], ids=['first call', 'later call'])
+def test_a_foreign_mesh_of_the_same_devices_in_another_order(helper, called_before):
     compiled = helper.sjit(lambda x: x * 2, P('data'))
-    if known:
+    if called_before:
         compiled(X)
     turned = Mesh(helper.mesh.devices[::-1], helper.axis_names, axis_types=helper.axis_types)
     with jax.set_mesh(turned), pytest.raises(ValueError, match='Received incompatible devices'):  # of JAX
@@ -211,15 +211,15 @@ EAGER = {
 @pytest.mark.medium
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize('transform', EAGER)
-@pytest.mark.parametrize('known', [False, True], ids=['first call', 'later call'])
-def test_arguments_that_lie_elsewhere_under_transformations(transform, known):
+@pytest.mark.parametrize('called_before', [False, True], ids=['first call', 'later call'])
+def test_arguments_that_lie_elsewhere_under_transformations(transform, called_before):
     square, moving = (
         HELPER.sjit(lambda x: x**2, P('data'), on_mismatch=policy) for policy in ('error', 'reshard')
     )
     x = HELPER.shard(X, P(None, 'model'))
-    if known:
-        for each in (square, moving):
-            EAGER[transform](each, jnp.asarray(X))
+    if called_before:
+        for function in (square, moving):
+            EAGER[transform](function, jnp.asarray(X))
     expected = EAGER[transform](lambda x: x**2, X)
     np.testing.assert_allclose(EAGER[transform](moving, x), expected)
     with pytest.raises(ValueError, match='Sharding passed to jit does not match'):  # of JAX
@@ -346,12 +346,12 @@ def test_debug_nans_finds_the_line(placed):
 
 
 def test_shard_map_over_a_mesh_of_ones_own_inside():
-    own = Mesh(HELPER.mesh.devices.reshape(8), ('all',))
-    by_jax = jax.shard_map(lambda y: y * 2, mesh=own, in_specs=P('all'), out_specs=P('all'))
-    by_helper = MeshShardingHelper.from_mesh(own).shard_map(lambda y: y * 2, P('all'), P('all'))
+    inner_mesh = Mesh(HELPER.mesh.devices.reshape(8), ('all',))
+    by_jax = jax.shard_map(lambda y: y * 2, mesh=inner_mesh, in_specs=P('all'), out_specs=P('all'))
+    by_helper = MeshShardingHelper.from_mesh(inner_mesh).shard_map(lambda y: y * 2, P('all'), P('all'))
 
     def entered(x):
-        with jax.sharding.use_abstract_mesh(own.abstract_mesh):
+        with jax.sharding.use_abstract_mesh(inner_mesh.abstract_mesh):
             return by_jax(x)
 
     for mapped in (entered, by_helper):

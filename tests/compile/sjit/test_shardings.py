@@ -93,9 +93,9 @@ def test_none_inside_a_tuple_leaves_it_to_the_compiler():
     """A defect of 0.2.5: a TypeError."""
     placed = HELPER.shard(X, P(None, 'model'))
     compiled = HELPER.sjit(identity, (None, P('data')), (None, P('data')))
-    one, two = compiled(placed, X)
-    assert one.sharding.spec == P(None, 'model')
-    assert two.sharding.spec == P('data')
+    first, second = compiled(placed, X)
+    assert first.sharding.spec == P(None, 'model')
+    assert second.sharding.spec == P('data')
 
 
 def test_arguments_are_constrained_inside():
@@ -197,8 +197,8 @@ def test_out_shardings_win_over_donation(out_shardings, expected):
 
 def test_two_donated_arguments_of_one_kind_keep_their_order():
     compiled = HELPER.sjit(lambda a, b: (a + 1, b + 1), (P('data'), P('model')), donate_argnums=(0, 1))
-    one, two = compiled(X, X)
-    assert (one.sharding.spec, two.sharding.spec) == (P('data'), P('model'))
+    first, second = compiled(X, X)
+    assert (first.sharding.spec, second.sharding.spec) == (P('data'), P('model'))
 
 
 def test_donation_by_name():
@@ -325,15 +325,15 @@ def test_mismatched_arguments_are_moved_on_request():
 
 
 @pytest.mark.parametrize('on_mismatch', ['error', 'reshard'])
-@pytest.mark.parametrize('known', [False, True])
-def test_an_argument_of_other_devices_that_no_rule_speaks_about(known, on_mismatch):
+@pytest.mark.parametrize('called_before', [False, True])
+def test_an_argument_of_other_devices_that_no_rule_speaks_about(called_before, on_mismatch):
     add = HELPER.sjit(lambda x, y: x + y['b'], in_shardings={'x': P('data')}, on_mismatch=on_mismatch)
-    if known:
+    if called_before:
         add(X, {'b': X})
     four = MeshShardingHelper([4], ['data'], devices=jax.devices()[:4]).shard(X, P('data'))
-    one = jax.device_put(X, jax.devices()[3])
+    on_one_device = jax.device_put(X, jax.devices()[3])
     backwards = NamedSharding(Mesh(HELPER.mesh.devices[::-1], ('data', 'model')), P('data'))
-    for y in (four, one, jax.device_put(X, backwards)):
+    for y in (four, on_one_device, jax.device_put(X, backwards)):
         with pytest.raises(ValueError, match='Received incompatible devices'):  # of JAX
             add(X, {'b': y})
 
@@ -447,8 +447,8 @@ def test_one_array_in_two_places_and_donated(donated, snapshot):
     assert not x.is_deleted()
 
 
-@pytest.mark.parametrize('known', [False, True])
-def test_a_failing_run_is_not_taken_for_a_deleted_argument(known):
+@pytest.mark.parametrize('called_before', [False, True])
+def test_a_failing_run_is_not_taken_for_a_deleted_argument(called_before):
     """Its error may say anything, and what was donated to it is gone."""
     helper = MeshShardingHelper([1], ['data'], devices=jax.devices()[:1])
     broken = []
@@ -462,7 +462,7 @@ def test_a_failing_run_is_not_taken_for_a_deleted_argument(known):
     def step(x):
         return jax.pure_callback(host, jax.ShapeDtypeStruct((8,), np.float32), x)
 
-    if known:
+    if called_before:
         for _ in range(2):
             jax.block_until_ready(step(helper.shard(np.ones(8, np.float32), P('data'))))
     broken.append(True)

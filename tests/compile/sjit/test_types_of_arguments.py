@@ -36,13 +36,13 @@ VALUES = {
 def test_types_lower_as_under_jit(kind):
     value = VALUES[kind]
     function = jax.random.key_data if kind == 'keys' else lambda x: x * 2
-    ours, theirs, expected = AUTO.sjit(function), jax.jit(function), jax.jit(function).trace(value)
-    for fun in (ours, theirs):
+    sjitted, jitted, expected = AUTO.sjit(function), jax.jit(function), jax.jit(function).trace(value)
+    for fun in (sjitted, jitted):
         traced = fun.trace(jax.typeof(value))
         assert traced.in_avals == expected.in_avals
         assert fun.lower(jax.typeof(value)).in_avals == expected.in_avals
-        assert fun.eval_shape(jax.typeof(value)) == theirs.eval_shape(value)
-    assert ours.shardings_for(jax.typeof(value)) == ours.shardings_for(value)
+        assert fun.eval_shape(jax.typeof(value)) == jitted.eval_shape(value)
+    assert sjitted.shardings_for(jax.typeof(value)) == sjitted.shardings_for(value)
 
 
 class Duck:
@@ -70,17 +70,17 @@ DUCKS = {
 @pytest.mark.parametrize('attributes', [{}, {'weak_type': True}, {'sharding': None}], ids=str)
 @pytest.mark.parametrize('kind', DUCKS)
 def test_objects_with_a_shape_and_a_dtype_lower_as_under_jit(kind, attributes):
-    duck, ours, theirs = Duck(*DUCKS[kind], **attributes), AUTO.sjit(scaled), jax.jit(scaled)
+    duck, sjitted, jitted = Duck(*DUCKS[kind], **attributes), AUTO.sjit(scaled), jax.jit(scaled)
     if kind.startswith('no '):
-        for fun in (ours, theirs):
+        for fun in (sjitted, jitted):
             for method in (fun.trace, fun.lower, fun.eval_shape):
                 with pytest.raises(TypeError):
                     method(duck, 2.0)
         return
-    expected = theirs.trace(duck, 2.0)
-    assert str(ours.trace(duck, 2.0).in_avals) == str(expected.in_avals)
-    assert str(ours.lower(duck, by=2.0).in_avals) == str(theirs.lower(duck, by=2.0).in_avals)
-    assert str(ours.eval_shape(duck, 2.0)) == str(theirs.eval_shape(duck, 2.0))
+    expected = jitted.trace(duck, 2.0)
+    assert str(sjitted.trace(duck, 2.0).in_avals) == str(expected.in_avals)
+    assert str(sjitted.lower(duck, by=2.0).in_avals) == str(jitted.lower(duck, by=2.0).in_avals)
+    assert str(sjitted.eval_shape(duck, 2.0)) == str(jitted.eval_shape(duck, 2.0))
 
 
 def test_objects_with_a_shape_and_a_dtype_get_the_shardings_of_rules():
@@ -143,7 +143,7 @@ def test_types_of_arrays_that_are_placed_by_the_rules(axis_types, spec):
     types = jax.typeof(w), jax.typeof(x)
     lowered, expected = function.lower(*types), function.lower(*arrays)
     assert lowered.in_avals == expected.in_avals
-    assert [each.spec for each in lowered.compile().input_shardings[0]] == [spec, spec]
+    assert [item.spec for item in lowered.compile().input_shardings[0]] == [spec, spec]
     if axis_types is AxisType.Auto:
         assert lowered.as_text() == expected.as_text()
         assert helper.plan(function, *types).totals == helper.plan(function, *arrays).totals
@@ -170,7 +170,7 @@ def test_types_of_references():
     explicit = EXPLICIT.sjit(lambda ref: ref[...] * 2)
     for function in (double, explicit):
         lowered = function.trace(jax.typeof(jax.new_ref(X)))
-        assert [str(each.aval) for each in lowered.jaxpr.jaxpr.invars] == ['Ref{float32[8,4]}']
+        assert [str(item.aval) for item in lowered.jaxpr.jaxpr.invars] == ['Ref{float32[8,4]}']
 
 
 def test_wide_types_without_x64():

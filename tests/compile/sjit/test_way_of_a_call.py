@@ -63,7 +63,7 @@ LIMITS = {
 @contextlib.contextmanager
 def passed() -> Iterator[list[tuple[str, str]]]:
     """The files and names of the functions that this thread calls in the block."""
-    found: list[tuple[str, str]] = []
+    frames: list[tuple[str, str]] = []
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
@@ -74,13 +74,13 @@ def passed() -> Iterator[list[tuple[str, str]]]:
             and code.co_name not in COMPREHENSIONS
             and not is_of_the_partitioner(frame)
         ):
-            found.append((code.co_filename, code.co_name))
+            frames.append((code.co_filename, code.co_name))
 
     before = sys.getprofile()
     gc.disable()  # what is freed when it happens to be is no part of the way
     sys.setprofile(note)
     try:
-        yield found
+        yield frames
     finally:
         sys.setprofile(before)
         gc.enable()
@@ -97,9 +97,9 @@ def is_of_the_partitioner(frame: FrameType) -> bool:
     return caller is not None
 
 
-def way_of(found: list[tuple[str, str]]) -> Way:
+def way_of(frames: list[tuple[str, str]]) -> Way:
     """The numbers of what was passed."""
-    files = [file for file, _ in found]
+    files = [file for file, _ in frames]
     return Way(len(files), len(set(files)), sum(map(str.__ne__, files, files[1:])))
 
 
@@ -124,7 +124,7 @@ def found_on_the_way() -> dict[str, list[tuple[str, str]]]:
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
     done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
-    return {call: [*map(tuple, found)] for call, found in json.loads(done.stdout).items()}
+    return {call: [*map(tuple, frames)] for call, frames in json.loads(done.stdout).items()}
 
 
 def measured() -> dict[str, list[tuple[str, str]]]:
@@ -136,7 +136,7 @@ def measured() -> dict[str, list[tuple[str, str]]]:
         another = compiled(helper)  # imports everything, and fills the caches of meshes and rules
         for batch in (short, long):
             another(params, batch)
-        with passed() as made:
+        with passed() as creation:
             function = compiled(helper)
         with passed() as first:
             function(params, short)
@@ -145,7 +145,7 @@ def measured() -> dict[str, list[tuple[str, str]]]:
         with passed() as longer:
             function(params, long)
         if partitioned:
-            ways |= {'made': made, 'first': first, 'another length': longer, 'again': again}
+            ways |= {'made': creation, 'first': first, 'another length': longer, 'again': again}
         else:
             ways |= {'first, not partitioned': first, 'another length, not partitioned': longer}
     return ways
@@ -153,23 +153,23 @@ def measured() -> dict[str, list[tuple[str, str]]]:
 
 @pytest.mark.parametrize('call', LIMITS)
 def test_no_call_passes_more_than_it_did(call):
-    found = found_on_the_way()[call]
-    way, limit = way_of(found), LIMITS[call]
-    most = collections.Counter(f'{Path(file).name}: {name}' for file, name in found).most_common(20)
-    listed = '\n'.join(f'{count:4} {place}' for place, count in most)
+    frames = found_on_the_way()[call]
+    way, limit = way_of(frames), LIMITS[call]
+    most = collections.Counter(f'{Path(file).name}: {name}' for file, name in frames).most_common(20)
+    listed = '\n'.join(f'{count:4} {location}' for location, count in most)
     assert all(map(int.__le__, way, limit)), f'{call}: {way} passes more than {limit}:\n{listed}'
 
 
 @pytest.mark.slow
 def test_everything_of_ours_on_the_way_is_counted():
-    with passed() as found:
+    with passed() as frames:
         P('data')
-    assert way_of(found) == Way(0, 0, 0)
+    assert way_of(frames) == Way(0, 0, 0)
     helper = MeshShardingHelper([8], ['data'])
-    with passed() as found:
+    with passed() as frames:
         assert helper.partition_batch and len(helper.mesh.axis_names) == 1
-    assert [name for _, name in found] == ['partition_batch', 'mesh']
-    assert way_of(found) == Way(2, 1, 0)
+    assert [name for _, name in frames] == ['partition_batch', 'mesh']
+    assert way_of(frames) == Way(2, 1, 0)
     names = {name for _, name in found_on_the_way()['first']}
     assert {'step', 'dispatch', 'is_rule'} <= names  # what is generated, ours, and ours as called by JAX
 

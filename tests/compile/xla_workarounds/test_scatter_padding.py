@@ -21,8 +21,8 @@ def of_each_row(rows, places):
 
 
 def in_a_loop(rows, places):
-    def step(found, pair):
-        return found.at[pair[1][1:]].add(jnp.sin(pair[0][1:])), None
+    def step(total, pair):
+        return total.at[pair[1][1:]].add(jnp.sin(pair[0][1:])), None
 
     return lax.scan(step, ZEROS, (rows, places))[0]
 
@@ -74,9 +74,9 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-def assert_close(found, expected):
-    for mine, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(mine, right, rtol=1e-4, atol=1e-5)
+def assert_close(actual, expected):
+    for leaf, right in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, right, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.medium
@@ -98,8 +98,10 @@ def test_values_are_those_of_one_device(name, is_partitioned):
 @pytest.mark.parametrize('sizes', [(4, 2), (2, 4)])
 def test_counts_of_any_number(size, sizes):
     helper, groups = MeshShardingHelper([*sizes], ['x', 'y']), PLACES[0]
-    found = helper.sjit(lambda groups: jnp.bincount(groups[:size], length=16), in_shardings=(P('x'),))(groups)
-    np.testing.assert_array_equal(found, np.bincount(groups[:size], minlength=16))
+    actual = helper.sjit(lambda groups: jnp.bincount(groups[:size], length=16), in_shardings=(P('x'),))(
+        groups
+    )
+    np.testing.assert_array_equal(actual, np.bincount(groups[:size], minlength=16))
 
 
 def test_a_constraint_that_splits_unevenly():
@@ -128,7 +130,7 @@ def test_a_step_of_rules_takes_the_right_gradient():
     assert_close(run(table, PLACES), jax.jit(step)(table, PLACES))
 
 
-def is_mended(program, *args, sizes=(2, 2, 2)):
+def needs_workaround(program, *args, sizes=(2, 2, 2)):
     jaxpr = jax.make_jaxpr(program)(*args)
     mesh = MeshShardingHelper([*sizes], ['fsdp', 'sp', 'tp']).mesh
     return apply_workarounds(jaxpr, mesh, ['fsdp'], name='f') is not jaxpr
@@ -153,8 +155,8 @@ def test_what_has_several_sizes_may_be_split_unevenly(name):
     def program(rows, more, places):
         return ZEROS.at[places].add(FIFTEEN[name](rows, more))
 
-    found = is_mended(program, ROWS[0, 1:], ROWS[0], PLACES[0, 1:])
-    assert found is (name != 'as an argument')
+    actual = needs_workaround(program, ROWS[0, 1:], ROWS[0], PLACES[0, 1:])
+    assert actual is (name != 'as an argument')
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_what_has_several_sizes_may_be_split_unevenly(name):
     ],
 )  # fmt: skip
 def test_what_is_split_evenly_stays_as_it_is(program, sizes):
-    assert not is_mended(program, ROWS, PLACES, sizes=sizes)
+    assert not needs_workaround(program, ROWS, PLACES, sizes=sizes)
 
 
 def test_a_batch_that_devices_do_not_divide_stays_as_it_is():
