@@ -1,4 +1,4 @@
-"""Joining processes and stopping together, in real processes; and what is said to somebody who waits."""
+"""`scalax.distributed` in real processes: `initialize`, `should_stop`, and messages about waiting."""
 
 import re
 import signal
@@ -43,7 +43,7 @@ def join(arguments: str = '', then: str = '') -> list[str]:
 
 
 def told(port: int, count: int) -> list[dict[str, str]]:
-    """The environment that the launchers of the examples give."""
+    """Returns the environment variables that the launch files of the examples set."""
     address = f'localhost:{port}'
     return [
         {'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': str(count), 'JAX_PROCESS_ID': str(index)}
@@ -52,7 +52,7 @@ def told(port: int, count: int) -> list[dict[str, str]]:
 
 
 def said(output: str) -> list[str]:
-    """What was said to who waits, without the seconds: how many these are depends on the machine."""
+    """Returns the log messages about waiting, without the seconds, which depend on the machine."""
     lines = [line for line in output.splitlines() if 'waiting' in line]
     return [re.sub(r'\(\d+ of', '(N of', line) for line in lines]
 
@@ -117,7 +117,7 @@ def test_who_comes_first_says_whom_it_waits_for(port: int) -> None:
 
 @pytest.mark.medium
 def test_two_processes_under_slurm(port: int) -> None:
-    """As `srun` starts them; JAX's own detection does the rest."""
+    """Two processes with the variables of `srun`, which JAX detects itself."""
     job = {'SLURM_JOB_ID': '7', 'SLURM_STEP_NODELIST': 'localhost', 'SLURM_NTASKS': '2'}
     env = [{**job, 'SLURM_PROCID': i, 'SLURM_LOCALID': i, 'JAX_COORDINATOR_PORT': str(port)} for i in '01']
     with started(join(), env=env[1:]) as one:
@@ -133,7 +133,7 @@ def test_two_processes_under_slurm(port: int) -> None:
 
 @pytest.mark.medium
 def test_a_peer_that_never_comes(port: int) -> None:
-    """JAX ends the process; what was said before is all there is to go by."""
+    """JAX ends the process, so the earlier messages are the only explanation."""
     quick = 'from scalax import distributed\ndistributed._FIRST = distributed._REPEAT = 0.1\n'
     program = ['-c', quick + JOIN.format(arguments='initialization_timeout=5')]
     with started(program, env=told(port, 2)[:1]) as one:

@@ -1,4 +1,4 @@
-"""The front: placing and fetching trees, abstract trees, reports, helpers over abstract meshes."""
+"""`MeshShardingHelper`: sharding and gathering trees, abstract trees, reports, abstract meshes."""
 
 import json
 import pickle

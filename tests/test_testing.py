@@ -1,4 +1,4 @@
-"""`scalax.testing`: what users assert of their own programs, and what they read when it does not hold."""
+"""`scalax.testing`: the assertions, and their messages when they fail."""
 
 import functools
 import threading

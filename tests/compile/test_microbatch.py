@@ -1,4 +1,4 @@
-"""`scalax.microbatch`: the gradient of a batch in parts is that of the batch, and no row moves."""
+"""`scalax.microbatch`: microbatches give the gradient of the batch, and no example moves."""
 
 import functools
 
@@ -126,7 +126,7 @@ def test_an_auxiliary_output(params, batch):
 
 @pytest.mark.medium
 def test_weights(params, batch, rng):
-    """The form that the documentation gives for means over rows of unequal weight."""
+    """The documented form for means over weighted examples."""
     batch = {**batch, 'weight': rng.integers(0, 2, 64).astype(np.float32)}
 
     def sums(params, batch):

@@ -1,4 +1,4 @@
-"""`helper.shard_map`: blocks as jax.shard_map cuts them, whatever the mesh is and however arguments lie."""
+"""`helper.shard_map`: the same local shards as jax.shard_map, for all meshes and argument shardings."""
 
 import functools
 import warnings
@@ -34,7 +34,7 @@ each_mesh = pytest.mark.parametrize('helper', HELPERS.values(), ids=HELPERS)
 
 
 def numbered(axes, x):
-    """Each block tells its place along *axes*, so that a block in the wrong place shows."""
+    """Adds the index of each local shard along *axes* to it, so that a misplaced shard is detected."""
     for i, axis in enumerate(axes):
         x = x + 100 * 10**i * jax.lax.axis_index(axis)
     return x
@@ -220,7 +220,7 @@ def test_abstract_meshes_trace():
 
 @pytest.mark.parametrize('policy', ['error', 'replicate', 'warn'])
 def test_blocks_are_equal_whatever_the_policy(policy):
-    """Left whole, an array would be summed once for each device."""
+    """A replicated array would be summed once for each device."""
     helper = MeshShardingHelper([4, 2], ['a', 'b'], on_indivisible='replicate')
     rule = TreePathShardingRule(('', P('a')), on_indivisible=policy)
     mapped = helper.shard_map(lambda x: jax.lax.psum(x.sum(), 'a'), rule, P())

@@ -1,4 +1,4 @@
-"""Tracebacks of errors that the user's function raises while it is compiled."""
+"""Tracebacks of errors that a user's function raises during compilation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bare specs in JAX's own functions are specs of the helper's mesh, as under ``jax.set_mesh``."""
+"""Bare specs in JAX's own functions refer to the helper's mesh, as under ``jax.set_mesh``."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_under_a_mesh_of_the_same_axes_that_names_no_devices_nothing_is_lost(hel
 
 
 def test_a_sharded_argument_that_jax_drops_names_no_devices():
-    """Of shard_map JAX drops operands that no result depends on, and with them their devices."""
+    """JAX drops operands of shard_map that no result depends on, and loses their devices."""
 
     def fun(x, y):
         mapped = jax.shard_map(lambda x, y: (2 * x, y), in_specs=P('dp'), out_specs=P('dp'))
@@ -307,7 +307,7 @@ def of_a_jvp():
 
 @pytest.mark.parametrize('fun', [of_a_backward_function(), of_a_jvp()], ids=['vjp', 'jvp'])
 def test_specs_in_rules_of_differentiation(fun):
-    """They are in no jaxpr until somebody differentiates: that is done inside of the compiled function."""
+    """Such specs are in a jaxpr only after differentiation, so these functions differentiate inside."""
     gradient = AUTO.sjit(jax.grad(lambda x: fun(x).sum()))(X)
     assert gradient.sharding.spec == P('dp')
     np.testing.assert_array_equal(gradient, np.full_like(X, 2))

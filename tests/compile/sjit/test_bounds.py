@@ -1,4 +1,4 @@
-"""What sjit keeps alive: no more than it needs, and not for ever."""
+"""The objects that sjit keeps alive: bounded in number, and freed with the function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sjit and JAX's caches: bindings never leak, and the user's code is traced once a signature."""
+"""sjit and JAX's caches: bindings do not leak, and the user's code is traced once per signature."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ def test_signatures_with_equal_shardings_share_one_program():
 
 @pytest.mark.medium
 def test_shapes_trees_and_statics_in_turn():
-    """The first defect of 0.2.5: a second shape or tree reused the first shardings."""
+    """A bug of 0.2.5: calls with a second shape or tree structure reused the first shardings."""
     rule = FSDPShardingRule('data', min_fsdp_size=16)
     compiled = HELPER.sjit(
         lambda tree, n: jax.tree.map(lambda leaf: leaf * n, tree), (rule,), rule, static_argnums=1
@@ -404,7 +404,7 @@ def by_dtype(path, leaf):
 
 
 def test_shardings_of_outputs_belong_to_the_trace_context():
-    """An output is float64 under x64, of the same int32 argument."""
+    """Under x64, the output for the same int32 argument is float64."""
     compiled = HELPER.sjit(lambda x: x * np.pi, out_shardings=PolicyShardingRule(by_dtype))
     x = X.astype(np.int32)
     for _ in range(2):
@@ -431,7 +431,7 @@ class Label:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Labelled:
-    """A node that names its child by static data which JAX compares as equal."""
+    """A node whose child name is static data that JAX considers equal for different names."""
 
     def __init__(self, child, label):
         self.child, self.label = child, label
@@ -464,7 +464,7 @@ def test_equal_structures_with_other_paths_get_their_own_shardings_before_any_ca
 
 
 def test_equal_keys_of_dicts_have_one_path():
-    """JAX takes ``{1: x}`` and ``{True: x}`` for one structure, and so do rules."""
+    """JAX treats ``{1: x}`` and ``{True: x}`` as the same structure, and so do rules."""
     rule = TreePathShardingRule(('^1$', ROWS), ('^a$', COLUMNS))
     compiled = HELPER.sjit(lambda tree: jax.tree.map(lambda x: x * 2, tree), rule, rule)
     for key, spec in ((1, ROWS), (True, ROWS), (1.0, ROWS), ('a', COLUMNS), (Letter.A, COLUMNS)):
@@ -587,7 +587,7 @@ def test_a_function_that_lives_on_keeps_no_helper():
 
 
 def test_unused_names_are_those_of_each_function():
-    """Functions with equal bindings share a context, but a name that one uses may be unused in the other."""
+    """Functions with equal bindings share a context, but one may use a name that the other does not."""
     names = {'used': ROWS, 'forgotten': ROWS}
 
     def both(x):
@@ -676,7 +676,7 @@ def test_functions_that_close_over_tracers_are_not_replayed():
 
 @dataclasses.dataclass
 class Unhashable(ShardingRule):
-    """A user's rule, as a plain dataclass: it has no hash."""
+    """A user's rule that is a plain dataclass, and so not hashable."""
 
     axis: str
 
@@ -718,7 +718,7 @@ def cache_sizes(compiled):
 
 
 def never_slow(compiled, calls, monkeypatch):
-    """Each call once, then each again without the slow path."""
+    """Makes each call once, and then again without the slow path."""
     expected = [compiled(*call) for call in calls]
     state = compiled._dispatcher
     monkeypatch.setattr(type(state), 'dispatch', lambda *_: pytest.fail('the slow path'))

@@ -1,4 +1,4 @@
-"""sjit, the call: every way to pass arguments, static and donated ones, and the forms of decoration."""
+"""Calls of sjit functions: passing arguments, static and donated arguments, and decorators."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def test_not_a_function(snapshot):
 
 
 class Model:
-    """A model whose step is compiled; ``self`` is static."""
+    """A model whose step is compiled with a static ``self``."""
 
     def __init__(self, scale):
         self.scale = scale
@@ -611,7 +611,7 @@ def test_a_parameter_may_be_called_like_a_builtin():
 @pytest.mark.medium
 @pytest.mark.parametrize('static', [None, 0])
 def test_every_number_of_extra_arguments_is_a_call_of_its_own(static):
-    """The program of one number reads too few arguments of another, and would answer for it."""
+    """A program for fewer arguments would ignore some of them, and return a wrong result."""
     compiled = HELPER.sjit(lambda *args: sum(args), static_argnums=static)
     for count in (1, 2, 3, 1, 2, 4):
         assert compiled(*range(1, count + 1)) == sum(range(1, count + 1))

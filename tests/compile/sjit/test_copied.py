@@ -1,4 +1,4 @@
-"""What is made of an sjit function is about itself: libraries copy the attributes of what they wrap."""
+"""Functions derived from an sjit function do not inherit its methods when libraries copy attributes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def by_jaxpr(fun):
 
 
 def own_lower(fun):
-    """What its own ``lower`` says, if it has one."""
+    """Returns the text of the function's ``lower``, if it has this method."""
     return fun.lower(X).compile()(X) if hasattr(fun, 'lower') else fun(X)
 
 

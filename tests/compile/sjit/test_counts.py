@@ -1,4 +1,4 @@
-"""Traces and compilations, call by call, against ``jax.jit`` with the same shardings."""
+"""The numbers of traces and compilations, compared with ``jax.jit`` with the same shardings."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SEQUENCES = [
 
 @dataclasses.dataclass
 class Counts:
-    """What happened to one function so far."""
+    """The numbers of traces and compilations of a function so far."""
 
     traces: int = 0
     compilations: int = 0
@@ -59,7 +59,7 @@ class Counts:
 
 @contextlib.contextmanager
 def counted(name: str) -> Iterator[tuple[Counts, Callable[[Any], Any]]]:
-    """A function of this name, and how often it was traced and compiled."""
+    """Yields a function with this name, and counts its traces and compilations."""
     counts = Counts()
 
     def function(x: Any) -> Any:
@@ -79,7 +79,7 @@ def counted(name: str) -> Iterator[tuple[Counts, Callable[[Any], Any]]]:
 
 
 def called(compiled: Any, arguments: Sequence[Any], counts: Counts) -> list[tuple[int, Any]]:
-    """For each call the compilations until then, and its sum or the class of its error."""
+    """Returns for each call the compilations so far, and the sum of the result or the class of the error."""
     outcomes: list[tuple[int, Any]] = []
     for x in arguments:
         try:
@@ -93,7 +93,7 @@ def called(compiled: Any, arguments: Sequence[Any], counts: Counts) -> list[tupl
 def compared(
     helper: MeshShardingHelper, spec: P, donated: bool, arrivals: Sequence[str], on_mismatch: str
 ) -> tuple[Counts, list[tuple[int, Any]], list[tuple[int, Any]]]:
-    """Our counts and outcomes of a sequence of calls, and those of ``jax.jit``."""
+    """Returns the counts of sjit for a sequence of calls, its outcomes, and the outcomes of ``jax.jit``."""
     sharding = NamedSharding(helper.mesh, spec)
     options: dict[str, Any] = {'donate_argnums': 0} if donated else {}
 
@@ -174,7 +174,7 @@ def test_ahead_of_time_and_then_called(helper, donated, typed):
 @pytest.mark.medium
 @each_mesh
 def test_several_arguments_that_arrive_in_different_ways(helper):
-    """A training step: a state in place, a batch from the host, a key that nobody has placed."""
+    """A training step with a placed state, a batch on the host, and an uncommitted key."""
     state = helper.shard({'w': X}, ROWS)
     with counted('sjitted') as (counts, _):
 

@@ -1,4 +1,4 @@
-"""sjit on meshes with Explicit axes, where the types of values say how they lie."""
+"""sjit on meshes with Explicit axes, where types hold shardings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lies(array, helper, spec):
 
 
 def explicit_axes(helper, value):
-    """The Explicit axes in the type of a value."""
+    """Returns the Explicit axes in the type of a value."""
     names = zip(helper.axis_names, helper.axis_types, strict=True)
     explicit = {name for name, kind in names if kind is AxisType.Explicit}
     return [axis for axis in jax.typeof(value).sharding.spec if axis in explicit]
@@ -134,7 +134,7 @@ def test_transformations_reshard_what_lies_elsewhere(helper):
 
 
 class Node:
-    """Refuses to hold anything but arrays, as nodes of other libraries do."""
+    """A node that accepts only arrays, like some nodes of other libraries."""
 
     def __init__(self, value):
         if not isinstance(value, np.ndarray | jax.Array):
@@ -420,7 +420,7 @@ def test_arrays_of_an_explicit_mesh_without_rules_stay_on_their_devices(sharding
 @pytest.mark.parametrize('rules', [{'in_shardings': P('x')}, {'out_shardings': P('x')}], ids=['in', 'out'])
 @pytest.mark.parametrize('called_before', [False, True], ids=['first', 'known'])
 def test_values_of_an_explicit_mesh_inside_of_another_function(rules, called_before, snapshot):
-    """JAX would ignore the shardings, because types of two meshes do not go together."""
+    """JAX would ignore the shardings, because it cannot combine types of two meshes."""
     x = jax.device_put(np.ones((8, 8), np.float32), TYPED['as asked'])
     compiled = AUTO_HELPER.sjit(lambda x: x * 2, **rules)
     if called_before:

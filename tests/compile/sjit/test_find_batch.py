@@ -1,4 +1,4 @@
-"""Which mesh axes are those of a batch: the ones that shard what all of its arrays share."""
+"""The mesh axes of a batch: the axes that shard a dimension which all of its arrays have."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Gradients of grouped convolutions, which XLA adds up over too many devices."""
+"""Gradients of grouped convolutions, which XLA sums over too many devices."""
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def test_rows_that_not_all_axes_divide():
 @pytest.mark.medium
 @pytest.mark.parametrize('batch', [P(), P('fsdp'), P(None, None, None, 'fsdp')])
 def test_results_that_are_laid_out_unlike_images(batch):
-    """XLA mixes up their channels, or fails. In the gradient of a gradient they are laid out in this way."""
+    """XLA mixes up the channels, or fails. The gradient of a gradient has this dimension order."""
 
     def fun(w, x):
         numbers = 'NHWC', 'HWIO', 'NCHW'
@@ -95,7 +95,7 @@ def test_jaxprs_inside():
 
 
 def in_parts(w, x, groups):
-    """Parts of a batch, of which not every device has rows."""
+    """Parts of a batch such that some devices have no examples of a part."""
 
     def step(total, rows):
         return total + gradients(w, rows, groups)[0], None

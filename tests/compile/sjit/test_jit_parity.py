@@ -1,4 +1,4 @@
-"""sjit against jax.jit: each case of the table gives the same under both, or differs as docs/sjit.md says."""
+"""Parity of sjit with jax.jit: each case has equal outcomes, or the difference that docs/sjit.md lists."""
 
 from __future__ import annotations
 

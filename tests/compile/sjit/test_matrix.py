@@ -1,8 +1,7 @@
-"""sjit as a table: how it is called x statics x forms of shardings x mesh x context x transformation.
+"""sjit for combinations of: call form x statics x form of shardings x mesh x context x transformation.
 
-All products would be thousands of programs. Of the table, so many rows are taken that every three choices of
-three columns meet in one of them (a covering array of strength three): what goes wrong because of three
-causes at once is found.
+All combinations would be thousands of programs. The cases are a covering array of strength three: for any
+three factors, every combination of their values occurs in a case. So bugs with up to three causes are found.
 """
 
 from __future__ import annotations
@@ -110,45 +109,45 @@ TRANSFORMS = {
 TABLE = (CALLS, STATICS, FORMS, MESHES, CONTEXTS, TRANSFORMS)
 
 
-def covering(columns, strength=3):
-    """Rows in which every *strength* choices of different columns meet, found greedily."""
-    numbers = range(len(columns))
+def covering_array(factors, strength=3):
+    """Returns cases in which all combinations of the values of *strength* factors occur, found greedily."""
+    indices = range(len(factors))
     missing = {
-        (places, values)
-        for places in itertools.combinations(numbers, strength)
-        for values in itertools.product(*[sorted(columns[i]) for i in places])
+        (subset, values)
+        for subset in itertools.combinations(indices, strength)
+        for values in itertools.product(*[sorted(factors[i]) for i in subset])
     }
-    rows = []
+    cases = []
     while missing:
-        places, values = min(missing)
-        row = dict(zip(places, values, strict=True))
-        for i in numbers:
-            if i not in row:
-                row[i] = max(
-                    sorted(columns[i]), key=lambda choice, i=i: gain({**row, i: choice}, missing, strength)
+        subset, values = min(missing)
+        case = dict(zip(subset, values, strict=True))
+        for i in indices:
+            if i not in case:
+                case[i] = max(
+                    sorted(factors[i]), key=lambda value, i=i: gain({**case, i: value}, missing, strength)
                 )
-        missing -= met(row, strength)
-        rows.append(tuple(row[i] for i in numbers))
-    return rows
+        missing -= combinations_in(case, strength)
+        cases.append(tuple(case[i] for i in indices))
+    return cases
 
 
-def met(row, strength):
+def combinations_in(case, strength):
     return {
-        (places, tuple(row[i] for i in places)) for places in itertools.combinations(sorted(row), strength)
+        (subset, tuple(case[i] for i in subset)) for subset in itertools.combinations(sorted(case), strength)
     }
 
 
-def gain(row, missing, strength):
-    return len(met(row, strength) & missing)
+def gain(case, missing, strength):
+    return len(combinations_in(case, strength) & missing)
 
 
-CASES = covering(TABLE)
+CASES = covering_array(TABLE)
 
 
-def test_the_rows_cover_the_table():
-    for places in itertools.combinations(range(len(TABLE)), 3):
-        seen = {tuple(row[i] for i in places) for row in CASES}
-        assert seen == set(itertools.product(*[TABLE[i] for i in places]))
+def test_the_cases_cover_the_table():
+    for subset in itertools.combinations(range(len(TABLE)), 3):
+        seen = {tuple(case[i] for i in subset) for case in CASES}
+        assert seen == set(itertools.product(*[TABLE[i] for i in subset]))
 
 
 @pytest.mark.medium

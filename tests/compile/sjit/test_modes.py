@@ -41,7 +41,7 @@ def helper(request):
 
 
 def in_thread(call):
-    """Runs *call* in a thread of its own."""
+    """Runs *call* in another thread."""
     box = []
     thread = threading.Thread(target=lambda: box.append(call()), daemon=True)
     thread.start()

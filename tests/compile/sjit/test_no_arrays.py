@@ -1,4 +1,4 @@
-"""What jax.jit takes and is no array: tokens, references and views of them, types of the user's own."""
+"""Arguments of jax.jit that are not arrays: tokens, references and their views, and user-defined types."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = np.arange(16, dtype=np.float32).reshape(8, 2)
 
 @pytest.fixture
 def never_written_down():
-    """JAX 0.10.0 crashes where it writes down a program that takes tokens."""
+    """JAX 0.10.0 crashes when it prints a program with token arguments."""
     with compilations.anew():
         yield
 
@@ -94,7 +94,7 @@ def test_views_of_references():
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """A value with a scale, as quantised weights have it."""
+    """A value with a scale, like a quantized weight."""
 
     value: jax.Array
     scale: jax.Array

@@ -1,4 +1,4 @@
-"""sjit, the shardings: of arguments, outputs, constraints; donation and placement."""
+"""Shardings of sjit: arguments, outputs and constraints, donation, and placement."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_in_shardings(rules, expected):
 
 
 def test_one_rule_for_all_arguments_sees_paths_inside_each():
-    """A defect of 0.2.5: the paths began with the number of the argument."""
+    """A bug of 0.2.5: the paths began with the index of the argument."""
     rule = TreePathShardingRule(('^w$', P('data')), ('^b$', P('model')))
     compiled = HELPER.sjit(identity, rule, (rule, rule))
     first, second = compiled({'w': X}, {'b': X})
@@ -90,7 +90,7 @@ def test_one_rule_for_all_arguments_sees_paths_inside_each():
 
 
 def test_none_inside_a_tuple_leaves_it_to_the_compiler():
-    """A defect of 0.2.5: a TypeError."""
+    """A bug of 0.2.5: it raised a TypeError."""
     placed = HELPER.shard(X, P(None, 'model'))
     compiled = HELPER.sjit(identity, (None, P('data')), (None, P('data')))
     first, second = compiled(placed, X)
@@ -449,7 +449,7 @@ def test_one_array_in_two_places_and_donated(donated, snapshot):
 
 @pytest.mark.parametrize('called_before', [False, True])
 def test_a_failing_run_is_not_taken_for_a_deleted_argument(called_before):
-    """Its error may say anything, and what was donated to it is gone."""
+    """The error may have any message, and the donated arguments have been deleted."""
     helper = MeshShardingHelper([1], ['data'], devices=jax.devices()[:1])
     broken = []
 
@@ -473,7 +473,7 @@ def test_a_failing_run_is_not_taken_for_a_deleted_argument(called_before):
 
 
 def test_errors_about_arguments_come_alone():
-    """What JAX says of the same is not printed before them."""
+    """JAX's error about the same arguments is not printed before scalax's error."""
     step = HELPER.sjit(lambda x: x * 2, P('data'), donate_argnums=0)
     placed = HELPER.shard(np.ones((8, 8), np.float32), P('data'))
     step(placed)
@@ -508,7 +508,7 @@ def test_structures_that_do_not_fit_name_every_argument(snapshot):
 
 @jax.tree_util.register_pytree_node_class
 class Strict:
-    """A node that holds matrices only, as nodes of other libraries do."""
+    """A node that accepts only matrices, like some nodes of other libraries."""
 
     def __init__(self, w):
         if not isinstance(w, np.ndarray | jax.Array) or w.ndim != 2:

@@ -1,4 +1,4 @@
-"""What stands for an argument where nothing runs: a struct, or a type that ``jax.typeof`` returns."""
+"""Arguments of calls that are not run: structs, and types that ``jax.typeof`` returns."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def test_types_lower_as_under_jit(kind):
 
 
 class Duck:
-    """An object with a shape and a dtype, as other libraries have them."""
+    """An object with a shape and a dtype, like objects of other libraries."""
 
     def __init__(self, shape, dtype, **attributes):
         self.shape, self.dtype = shape, dtype

@@ -1,11 +1,12 @@
-"""How far a reader has to follow one call: the functions of scalax on its way, files, and changes of file.
+"""Limits on the length of a call's path through scalax: function calls, files, and changes of file.
 
-`LIMITS` has the numbers of today: a change that shortens the way lowers them, and one that raises them says
-what users get for it.
+A reader of the code has to follow this path. `LIMITS` has the current lengths. A change that shortens a path
+lowers its limit. A change that raises a limit has to justify it by what users gain.
 
-A call is a frame of Python, and one more whenever a generator goes on; comprehensions do not count. A change
-of file is a call into another file than the call before. Left out is the partitioner, with what it calls to
-read equations and specs, and what the first function of a helper imports and caches.
+Each Python frame counts as a call, and so does each resumption of a generator. Comprehensions do not count. A
+change of file is a call into another file than the previous call. The count excludes the partitioner, with
+the functions that it calls to read equations and specs, and what the first function of a helper imports and
+caches.
 """
 
 from __future__ import annotations
@@ -35,50 +36,50 @@ from tests.support import ROOT
 
 FOLDER = f'{Path(scalax.__file__).parent}/'
 GENERATED = '<scalax '  # the "file" of the function that users call
-PARTITIONER = tuple(f'{FOLDER}{room}/' for room in ('_spmd', '_jaxpr', '_compile/xla_workarounds'))
+PARTITIONER = tuple(f'{FOLDER}{package}/' for package in ('_spmd', '_jaxpr', '_compile/xla_workarounds'))
 READ_BY_IT = (f'{FOLDER}_jax/', f'{FOLDER}_core/pytree/')
-COMPREHENSIONS = {'<listcomp>', '<setcomp>', '<dictcomp>'}  # frames of their own up to Python 3.11
-GUARDED = jax.__version_info__ < (0, 11, 1)  # a deleted argument ends the process there, and is looked for
+COMPREHENSIONS = {'<listcomp>', '<setcomp>', '<dictcomp>'}  # have frames up to Python 3.11
+CHECKS_DELETED = jax.__version_info__ < (0, 11, 1)  # deleted arguments crash these versions
 RULE = FSDPShardingRule('data', min_fsdp_size=1)
 
 
-class Way(NamedTuple):
-    """What a call passes."""
+class PathLength(NamedTuple):
+    """The length of the path of a call."""
 
     calls: int
     files: int
-    changes: int
+    file_changes: int
 
 
 LIMITS = {
-    'made': Way(76, 14, 27),
-    'first': Way(163, 22, 84) if GUARDED else Way(160, 22, 81),
-    'another length': Way(171, 20, 86) if GUARDED else Way(169, 20, 84),
-    'again': Way(2, 2, 1) if GUARDED else Way(1, 1, 0),
-    'first, not partitioned': Way(116, 17, 62) if GUARDED else Way(114, 17, 60),
-    'another length, not partitioned': Way(124, 16, 64) if GUARDED else Way(123, 16, 63),
+    'made': PathLength(76, 14, 27),
+    'first': PathLength(163, 22, 84) if CHECKS_DELETED else PathLength(160, 22, 81),
+    'another length': PathLength(171, 20, 86) if CHECKS_DELETED else PathLength(169, 20, 84),
+    'again': PathLength(2, 2, 1) if CHECKS_DELETED else PathLength(1, 1, 0),
+    'first, not partitioned': PathLength(116, 17, 62) if CHECKS_DELETED else PathLength(114, 17, 60),
+    'another length, not partitioned': PathLength(124, 16, 64) if CHECKS_DELETED else PathLength(123, 16, 63),
 }
 
 
 @contextlib.contextmanager
-def passed() -> Iterator[list[tuple[str, str]]]:
-    """The files and names of the functions that this thread calls in the block."""
+def recorded_calls() -> Iterator[list[tuple[str, str]]]:
+    """Records the files and names of the functions that this thread calls in the block."""
     frames: list[tuple[str, str]] = []
 
-    def note(frame: FrameType, event: str, argument: Any) -> None:
+    def record(frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        ours = code.co_filename.startswith((FOLDER, GENERATED))
+        is_ours = code.co_filename.startswith((FOLDER, GENERATED))
         if (
             event == 'call'
-            and ours
+            and is_ours
             and code.co_name not in COMPREHENSIONS
-            and not is_of_the_partitioner(frame)
+            and not is_in_partitioner(frame)
         ):
             frames.append((code.co_filename, code.co_name))
 
     before = sys.getprofile()
-    gc.disable()  # what is freed when it happens to be is no part of the way
-    sys.setprofile(note)
+    gc.disable()  # finalizers would be counted
+    sys.setprofile(record)
     try:
         yield frames
     finally:
@@ -86,8 +87,8 @@ def passed() -> Iterator[list[tuple[str, str]]]:
         gc.enable()
 
 
-def is_of_the_partitioner(frame: FrameType) -> bool:
-    """Whether a frame is one of the partitioner, or of what it calls."""
+def is_in_partitioner(frame: FrameType) -> bool:
+    """Whether a frame belongs to the partitioner, or to a function that the partitioner calls."""
     caller: FrameType | None = frame
     while caller is not None and not caller.f_code.co_filename.startswith(PARTITIONER):
         outside = caller.f_code.co_filename.startswith((FOLDER, GENERATED))
@@ -97,14 +98,14 @@ def is_of_the_partitioner(frame: FrameType) -> bool:
     return caller is not None
 
 
-def way_of(frames: list[tuple[str, str]]) -> Way:
-    """The numbers of what was passed."""
+def path_length(frames: list[tuple[str, str]]) -> PathLength:
+    """Returns the length of a path."""
     files = [file for file, _ in frames]
-    return Way(len(files), len(set(files)), sum(map(str.__ne__, files, files[1:])))
+    return PathLength(len(files), len(set(files)), sum(map(str.__ne__, files, files[1:])))
 
 
 def compiled(helper: MeshShardingHelper) -> Any:
-    """A step of training that nobody has called yet."""
+    """Returns a new training step."""
 
     def step(params: Any, batch: jax.Array) -> Any:
         def loss(params: Any) -> jax.Array:
@@ -116,10 +117,10 @@ def compiled(helper: MeshShardingHelper) -> Any:
 
 
 @functools.cache
-def found_on_the_way() -> dict[str, list[tuple[str, str]]]:
-    """What is passed by each call of `LIMITS`, in a process of its own.
+def recorded_paths() -> dict[str, list[tuple[str, str]]]:
+    """Returns the path of each call of `LIMITS`, recorded in a separate process.
 
-    Here other tests may have imported libraries whose types are looked for since.
+    In this process, other tests may have imported libraries whose types scalax then checks for.
     """
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
     done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=500)
@@ -127,53 +128,57 @@ def found_on_the_way() -> dict[str, list[tuple[str, str]]]:
     return {call: [*map(tuple, frames)] for call, frames in json.loads(done.stdout).items()}
 
 
-def measured() -> dict[str, list[tuple[str, str]]]:
-    ways = {}
+def record_paths() -> dict[str, list[tuple[str, str]]]:
+    paths = {}
     for partitioned in (True, False):
         helper = MeshShardingHelper([8], ['data'], partition_batch=partitioned)
         params = helper.shard({'w': np.ones((16, 8), np.float32)}, RULE)
-        short, long = (helper.shard(np.ones((rows, 16), np.float32), P('data')) for rows in (8, 16))
+        short, long = (helper.shard(np.ones((size, 16), np.float32), P('data')) for size in (8, 16))
         another = compiled(helper)  # imports everything, and fills the caches of meshes and rules
         for batch in (short, long):
             another(params, batch)
-        with passed() as creation:
+        with recorded_calls() as creation:
             function = compiled(helper)
-        with passed() as first:
+        with recorded_calls() as first:
             function(params, short)
-        with passed() as again:
+        with recorded_calls() as again:
             function(params, short)
-        with passed() as longer:
+        with recorded_calls() as longer:
             function(params, long)
         if partitioned:
-            ways |= {'made': creation, 'first': first, 'another length': longer, 'again': again}
+            paths |= {'made': creation, 'first': first, 'another length': longer, 'again': again}
         else:
-            ways |= {'first, not partitioned': first, 'another length, not partitioned': longer}
-    return ways
+            paths |= {'first, not partitioned': first, 'another length, not partitioned': longer}
+    return paths
 
 
 @pytest.mark.parametrize('call', LIMITS)
-def test_no_call_passes_more_than_it_did(call):
-    frames = found_on_the_way()[call]
-    way, limit = way_of(frames), LIMITS[call]
+def test_path_lengths(call):
+    frames = recorded_paths()[call]
+    length, limit = path_length(frames), LIMITS[call]
     most = collections.Counter(f'{Path(file).name}: {name}' for file, name in frames).most_common(20)
     listed = '\n'.join(f'{count:4} {location}' for location, count in most)
-    assert all(map(int.__le__, way, limit)), f'{call}: {way} passes more than {limit}:\n{listed}'
+    assert all(map(int.__le__, length, limit)), f'{call}: {length} exceeds {limit}:\n{listed}'
 
 
 @pytest.mark.slow
-def test_everything_of_ours_on_the_way_is_counted():
-    with passed() as frames:
+def test_all_functions_of_scalax_are_counted():
+    with recorded_calls() as frames:
         P('data')
-    assert way_of(frames) == Way(0, 0, 0)
+    assert path_length(frames) == PathLength(0, 0, 0)
     helper = MeshShardingHelper([8], ['data'])
-    with passed() as frames:
+    with recorded_calls() as frames:
         assert helper.partition_batch and len(helper.mesh.axis_names) == 1
     assert [name for _, name in frames] == ['partition_batch', 'mesh']
-    assert way_of(frames) == Way(2, 1, 0)
-    names = {name for _, name in found_on_the_way()['first']}
-    assert {'step', 'dispatch', 'is_rule'} <= names  # what is generated, ours, and ours as called by JAX
+    assert path_length(frames) == PathLength(2, 1, 0)
+    names = {name for _, name in recorded_paths()['first']}
+    assert {
+        'step',
+        'dispatch',
+        'is_rule',
+    } <= names  # generated code, and functions of scalax called by scalax and by JAX
 
 
 if __name__ == '__main__':
     jax.config.update('jax_num_cpu_devices', 8)
-    print(json.dumps(measured()))
+    print(json.dumps(record_paths()))

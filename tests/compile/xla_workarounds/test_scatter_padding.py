@@ -1,4 +1,4 @@
-"""Scatters of updates that XLA would split unevenly have the values of one device."""
+"""Scatters whose updates XLA would shard unevenly give the results of one device."""
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +150,7 @@ FIFTEEN = {
 
 @pytest.mark.parametrize('name', FIFTEEN)
 def test_what_has_several_sizes_may_be_split_unevenly(name):
-    """All but arguments, and what has their dimensions alone."""
+    """All values but the arguments, and values that only have their dimensions."""
 
     def program(rows, more, places):
         return ZEROS.at[places].add(FIFTEEN[name](rows, more))
