@@ -25,7 +25,7 @@ def helper(request):
     return MESHES[request.param]
 
 
-def lies(array, helper, spec):
+def is_sharded_as(array, helper, spec):
     return array.sharding.is_equivalent_to(helper.match_sharding_rule(spec, array), array.ndim)
 
 
@@ -66,7 +66,7 @@ def test_a_nested_call_takes_its_shardings(helper, outer, options, start):
     for _ in range(2):
         out = compiled(helper.shard(X, start))
         np.testing.assert_array_equal(out, 2 * X + 1)
-        assert lies(out, helper, SPEC)
+        assert is_sharded_as(out, helper, SPEC)
     assert types == [expected]
 
 
@@ -83,15 +83,15 @@ def test_a_nested_call_gives_its_outputs_their_shardings(helper, outer, start):
         helper.shard(X, start)
     )
     np.testing.assert_array_equal(out['a'], 2 * X + 1)
-    assert lies(out['a'], helper, SPEC)
-    assert lies(out['constant'], helper, P('x'))
-    assert lies(out['number'], helper, P())
+    assert is_sharded_as(out['a'], helper, SPEC)
+    assert is_sharded_as(out['constant'], helper, P('x'))
+    assert is_sharded_as(out['number'], helper, P())
 
 
 def test_outputs_in_place_of_a_donated_argument_lie_as_it_does(helper):
     nested = helper.sjit(lambda value: {'a': jnp.zeros((8, 8))}, SPEC, donate_argnums=0)
     out = jax.jit(lambda value: nested(value * 2))(helper.shard(X, P()))
-    assert lies(out['a'], helper, SPEC)
+    assert is_sharded_as(out['a'], helper, SPEC)
 
 
 def test_rules_for_outputs_are_asked_once(helper):
@@ -108,7 +108,7 @@ def test_rules_for_outputs_are_asked_once(helper):
 
     for x in (X, jnp.asarray(X), helper.shard(X, P())):
         out = double(x)
-        assert lies(out['w'], helper, SPEC)
+        assert is_sharded_as(out['w'], helper, SPEC)
         np.testing.assert_array_equal(out['w'], 2 * X)
     assert (len(traces), asked) == (1, ['w'])
 
@@ -127,10 +127,10 @@ def test_transformations_reshard_what_lies_elsewhere(helper):
         np.testing.assert_array_equal(gradient, 2 * X)
         out, tangent = jax.jvp(square, (x,), (x,))
         np.testing.assert_array_equal(tangent, 2 * X * X)
-        assert lies(out, helper, SPEC)
+        assert is_sharded_as(out, helper, SPEC)
         mapped = jax.vmap(square)(helper.shard(np.stack([X, X, X]), P()))
         np.testing.assert_array_equal(mapped, np.stack([X, X, X]) ** 2)
-        assert lies(mapped, helper, P(None, 'x', 'y'))
+        assert is_sharded_as(mapped, helper, P(None, 'x', 'y'))
 
 
 class Node:
@@ -158,7 +158,7 @@ def test_nodes_that_refuse_types_are_typed_all_the_same(helper, make):
     for _ in range(3):
         out = double(Node(helper.shard(X, SPEC) if make == 'placed' else make(X)))
         np.testing.assert_array_equal(out.value, 2 * X)
-        assert lies(out.value, helper, SPEC)
+        assert is_sharded_as(out.value, helper, SPEC)
     assert len(types) == 1
     assert types[0]
 
@@ -174,7 +174,7 @@ def test_nodes_that_refuse_types_are_typed_all_the_same(helper, make):
 )
 def test_open_dimensions_of_an_argument_keep_their_axes(start, asked, expected):
     out = EXPLICIT.sjit(lambda x: x + 0, args_sharding_constraint=asked)(EXPLICIT.shard(X, start))
-    assert lies(out, EXPLICIT, expected)
+    assert is_sharded_as(out, EXPLICIT, expected)
 
 
 @pytest.mark.slow
@@ -183,10 +183,10 @@ def test_calls_that_nothing_places_run_on_the_whole_mesh(helper):
         for _ in range(2):
             out = helper.sjit(lambda a: a * 2)(x)
             np.testing.assert_array_equal(out, np.asarray(x) * 2)
-            assert lies(out, helper, P())
+            assert is_sharded_as(out, helper, P())
     drawn = helper.sjit(lambda key: jax.random.normal(key, (8, 8)))(jax.random.key(0))
     np.testing.assert_allclose(drawn, jax.random.normal(jax.random.key(0), (8, 8)), rtol=1e-6)
-    assert lies(helper.sjit(lambda a, b: a + b)(helper.shard(X, SPEC), 1.0), helper, SPEC)
+    assert is_sharded_as(helper.sjit(lambda a, b: a + b)(helper.shard(X, SPEC), 1.0), helper, SPEC)
 
 
 @pytest.mark.medium
@@ -211,7 +211,7 @@ def test_arrays_that_a_helper_of_other_types_has_placed(helper, other):
         for _ in range(2):
             out = double(placed)
             np.testing.assert_array_equal(out, X * 2)
-            assert lies(out, helper, SPEC)
+            assert is_sharded_as(out, helper, SPEC)
     with pytest.raises(PlacementError, match='committed to another sharding'):
         double(auto.shard(X, P('y')))
 
@@ -234,7 +234,7 @@ def test_functions_for_a_mesh_of_other_types_run_by_the_types_in_force(helper, o
 
     out = MESHES[outer].sjit(inner, SPEC, SPEC)(X)
     np.testing.assert_array_equal(out, 2 * X)
-    assert lies(out, MESHES[outer], SPEC)
+    assert is_sharded_as(out, MESHES[outer], SPEC)
     types = MESHES[outer].axis_types
     assert seen == [(types, ['y'] if types[1] is AxisType.Explicit else [])]
 
@@ -247,7 +247,7 @@ def test_outputs_are_sharded_on_the_mesh_of_the_helper(helper, ambient):
         out = step(X)
         assert jax.eval_shape(step, X).shape == (8, 8)
     np.testing.assert_array_equal(out, 2 * X)
-    assert lies(out, helper, P('y'))
+    assert is_sharded_as(out, helper, P('y'))
 
 
 @pytest.mark.medium
@@ -274,7 +274,7 @@ def test_arrays_that_nobody_has_placed_are_traced_once_under_axes_of_other_types
             finally:
                 jax.monitoring.unregister_event_duration_listener(listen)
             assert not traced
-            assert all(lies(out, auto, SPEC) for out in outs)
+            assert all(is_sharded_as(out, auto, SPEC) for out in outs)
 
 
 def test_an_array_off_the_mesh_that_no_rule_places():
@@ -290,7 +290,7 @@ def test_an_array_off_the_mesh_that_no_rule_places():
             "on_mismatch='reshard' to sjit to have them moved at every such call."
         )
     moved = EXPLICIT.sjit(lambda k: k * 2, on_mismatch='reshard')(elsewhere)
-    assert lies(moved, EXPLICIT, P())
+    assert is_sharded_as(moved, EXPLICIT, P())
 
 
 @pytest.mark.medium
@@ -346,7 +346,7 @@ def test_host_data_without_rules_is_dispatched_once(helper, monkeypatch, placed_
     for x in calls * 2:
         out = double(x)
         np.testing.assert_array_equal(out, x * 2)
-        assert lies(out, helper, P())
+        assert is_sharded_as(out, helper, P())
     assert len(traces) == len(calls)
 
 
@@ -357,8 +357,8 @@ def test_host_data_beside_arrays_that_lie_wrong():
         step(X, EXPLICIT.shard(X, P()))
     resharding = EXPLICIT.sjit(lambda a, b: a + b, in_shardings=(SPEC, SPEC), on_mismatch='reshard')
     for _ in range(2):
-        assert lies(resharding(X, X), EXPLICIT, SPEC)
-        assert lies(resharding(X, EXPLICIT.shard(X, P())), EXPLICIT, SPEC)
+        assert is_sharded_as(resharding(X, X), EXPLICIT, SPEC)
+        assert is_sharded_as(resharding(X, EXPLICIT.shard(X, P())), EXPLICIT, SPEC)
 
 
 def test_structs_say_nothing_about_where_they_lie_unless_they_do(helper):
