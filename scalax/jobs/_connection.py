@@ -21,8 +21,8 @@ _MAX_RESPONSE = 1 << 28  # bytes: the layout of a tree of a million leaves
 MAX_REQUEST = 1 << 20  # bytes: a request lists a part for each device of a process
 
 
-def host_and_port(what: str, address: str) -> tuple[str, int]:
-    """Splits an address into host and port; messages begin with *what*.
+def parse_address(function: str, address: str) -> tuple[str, int]:
+    """Splits an address into host and port; messages begin with *function*.
 
     Raises:
         ArgumentError: it is not an address.
@@ -32,9 +32,9 @@ def host_and_port(what: str, address: str) -> tuple[str, int]:
         hint = ''
         if isinstance(address, str) and _is_ipv6(address.rpartition(':')[0]):
             hint = '; IPv6 addresses are not supported: give an IPv4 address, or a name that has one'
-        raise ArgumentError(f"{what}: address has to be 'host:port', got {address!r}{hint}")
+        raise ArgumentError(f"{function}: address has to be 'host:port', got {address!r}{hint}")
     if int(match['port']) > _MAX_PORT:
-        raise ArgumentError(f'{what}: ports go from 0 to {_MAX_PORT}, got {address!r}')
+        raise ArgumentError(f'{function}: ports go from 0 to {_MAX_PORT}, got {address!r}')
     return match['host'], int(match['port'])
 
 
@@ -45,8 +45,9 @@ def _is_ipv6(host: str) -> bool:
         return False
 
 
-def resolved(what: str, host: str) -> str:
-    """Returns the IPv4 address of a host, by which other machines can reach it; messages begin with *what*.
+def resolve_host(function: str, host: str) -> str:
+    """Returns the IPv4 address of a host, by which other machines can reach it; messages begin with
+    *function*.
 
     Raises:
         ArgumentError: the host stands for all addresses of a machine, such as 0.0.0.0.
@@ -57,23 +58,23 @@ def resolved(what: str, host: str) -> str:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, 'strerror', None) or error
         raise OSError(
-            f'{what}: the host {host!r} has no IPv4 address ({reason}). What to do: give the name or the '
+            f'{function}: the host {host!r} has no IPv4 address ({reason}). What to do: give the name or the '
             'address by which other hosts reach this one.'
         ) from error
     if ipaddress.ip_address(address).is_unspecified:
         raise ArgumentError(
-            f'{what}: {host} stands for all addresses of a host, and receivers are told one. What to do: '
+            f'{function}: {host} stands for all addresses of a host, and receivers are told one. What to do: '
             'give the name or the address by which they reach this host; localhost, if they run on it.'
         )
     return address
 
 
-def checked_seconds(what: str, wait: float, timeout: float) -> None:
+def check_seconds(function: str, wait: float, timeout: float) -> None:
     """Raises ArgumentError unless both are valid numbers of seconds; *wait* may be 0."""
     for name, value, allowed in (('wait', wait, '0 to 1e8'), ('timeout', timeout, 'more than 0, to 1e8')):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value <= _MAX_SECONDS or (name == 'timeout' and not value):
-            raise ArgumentError(f'{what}: {name} has to be a number of seconds, {allowed}, got {value!r}')
+            raise ArgumentError(f'{function}: {name} has to be a number of seconds, {allowed}, got {value!r}')
 
 
 def local_address_towards(host: str) -> str:
@@ -99,7 +100,7 @@ class SenderConnection:
     """
 
     def __init__(self, name: str, address: str, secret: bytes, wait: float, timeout: float) -> None:
-        host, port = host_and_port('receive', address)
+        host, port = parse_address('receive', address)
         require_secret('receive', secret, address)
         self._name = f'{name} at {address}'
         deadline = time.monotonic() + wait

@@ -23,7 +23,7 @@ from scalax._data.reshard.request import ReshardOptions, ReshardRequest
 from scalax._data.reshard.run import start_in, transfer_leaves
 from scalax._jax import transfer
 from scalax.errors import TransferError
-from scalax.jobs._connection import SenderConnection, checked_seconds
+from scalax.jobs._connection import SenderConnection, check_seconds
 
 if TYPE_CHECKING:
     from scalax._helper import MeshShardingHelper
@@ -98,7 +98,7 @@ def receive(
         texts: list[tuple[str, str]] = []
         error: Exception | None = None
         try:
-            checked_seconds('receive', wait, timeout)
+            check_seconds('receive', wait, timeout)
             options = ReshardOptions.of(mapping, dtype, False, memory)
             token = resolve_secret('receive', secret)
             senders = _Senders(connections, address, token, join, wait, timeout)

@@ -23,10 +23,10 @@ from scalax._jax import transfer
 from scalax.errors import ArgumentError, TransferError, shown_leaves
 from scalax.jobs._connection import (
     MAX_REQUEST,
-    checked_seconds,
-    host_and_port,
+    check_seconds,
     local_address_towards,
-    resolved,
+    parse_address,
+    resolve_host,
 )
 from scalax.jobs._requests import validated
 
@@ -71,9 +71,9 @@ class Sender:
         local_address, error = '', None
         is_first = jax.process_index() == 0
         try:
-            checked_seconds('Sender', wait, timeout)
-            host, port = host_and_port('Sender', address)
-            local_host = resolved('Sender', host)
+            check_seconds('Sender', wait, timeout)
+            host, port = parse_address('Sender', address)
+            local_host = resolve_host('Sender', host)
             if not is_first:
                 local_host = local_address_towards(local_host)
             token = resolve_secret('Sender', secret)

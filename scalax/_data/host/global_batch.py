@@ -2,9 +2,10 @@
 
 It takes three steps, so that a prefetching thread can do the first two:
 
-- `read` checks the local batch, and determines the shapes and shardings of the global arrays;
-- `place` copies the local batch to the devices of this process, without communication;
-- every process calls the function that `place` returns, which moves examples to the devices that need them.
+- `make_local_batch` checks the local batch, and determines the shapes and shardings of the global arrays;
+- `copy_to_devices` copies the local batch to the devices of this process, without communication;
+- every process calls the function that `copy_to_devices` returns, which moves examples to the devices that
+  need them.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def local_data_to_global_array(options: BatchOptions, pytree: Any, check: bool, 
             return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
 
     def prepare() -> tuple[Iterator[tuple[str, str]], tuple[LocalBatch, Finish]]:
-        batch = read(options, pytree)
-        return _statement_leaves(batch), (batch, place(batch))
+        batch = make_local_batch(options, pytree)
+        return _statement_leaves(batch), (batch, copy_to_devices(batch))
 
     if check:
         batch, finish = agreement.prepare_and_agree(
@@ -158,7 +159,7 @@ def _compare_replicas(batch: LocalBatch) -> None:
 
 
 def _cached_shardings(options: BatchOptions, leaves: Sequence[Any]) -> list[NamedSharding] | None:
-    """Returns the shardings that `read` determines, if all leaves are valid NumPy arrays; otherwise None."""
+    """Returns the shardings of the global arrays, if all leaves are valid NumPy arrays; otherwise None."""
     if set(map(type, leaves)) != {np.ndarray}:
         return None
     subset = options.mesh_axis_subset
@@ -181,7 +182,7 @@ def _shardings_of(
 ) -> list[NamedSharding]:
     """Returns the shardings of arrays on one process, which do not depend on values or paths."""
     arrays = [np.broadcast_to(np.zeros((), dtype), shape) for shape, dtype in types]
-    return list(read(BatchOptions(mesh, batch_axis, axes, local_batch), arrays).shardings)
+    return list(make_local_batch(BatchOptions(mesh, batch_axis, axes, local_batch), arrays).shardings)
 
 
 def agree(
@@ -209,7 +210,7 @@ def _statement_leaves(batch: LocalBatch) -> Iterator[tuple[str, str]]:
             yield path, agreement.scalar_text(leaf, dtype)
 
 
-def read(options: BatchOptions, pytree: Any) -> LocalBatch:
+def make_local_batch(options: BatchOptions, pytree: Any) -> LocalBatch:
     """Checks the local batch, and determines the shapes and shardings of the global arrays.
 
     Raises:
@@ -289,7 +290,7 @@ def _global_batch_size(local_size: int, layout: BatchLayout, local_batch: LocalB
     return local_size * len(process_collectives.processes_of(layout.mesh).indices)
 
 
-def place(batch: LocalBatch, *, keep: bool = True) -> Finish:
+def copy_to_devices(batch: LocalBatch, *, keep: bool = True) -> Finish:
     """Copies a local batch to this process's devices; returns the function that completes the global arrays.
 
     Only that function communicates, and only if examples have to move.

@@ -230,8 +230,10 @@ def _load_all(iterator: Iterator[Any], options: global_batch.BatchOptions, buffe
         except StopIteration:
             buffer.items.put(_Item())
             return
-        batch = global_batch.read(options, tree)
-        finish = global_batch.place(batch, keep=False)  # a loader may overwrite the memory of its batch
+        batch = global_batch.make_local_batch(options, tree)
+        finish = global_batch.copy_to_devices(
+            batch, keep=False
+        )  # a loader may overwrite the memory of its batch
         buffer.items.put(_Item(batch, finish, iterator_state=_state_of(iterator)))
         del tree, batch, finish  # only the consumer holds the batch now
 
