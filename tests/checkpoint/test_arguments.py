@@ -61,12 +61,12 @@ def test_what_cannot_be_given_a_state(saved: Path, data: Any) -> None:
 @pytest.mark.parametrize('step', [7.0, 6.5, -1, True, '7', np.float32(7), None], ids=repr)
 def test_what_is_no_step(saved: Path, step: Any) -> None:
     with Checkpointer(saved) as checkpointer:
-        wanted = f'step has to be an integer of at least 0, got {step!r}'
-        assert message(checkpointer.save, step, STATE) == wanted
+        expected = f'step has to be an integer of at least 0, got {step!r}'
+        assert message(checkpointer.save, step, STATE) == expected
         if step is not None:  # the latest, for those who read
-            assert message(checkpointer.restore, HELPER, P(), STATE, step=step) == wanted
-            assert message(checkpointer.describe, step) == wanted
-            assert message(checkpointer.data, step) == wanted
+            assert message(checkpointer.restore, HELPER, P(), STATE, step=step) == expected
+            assert message(checkpointer.describe, step) == expected
+            assert message(checkpointer.data, step) == expected
     assert sorted(path.name for path in saved.iterdir()) == ['3', 'writer.json']
 
 
@@ -81,7 +81,7 @@ def test_steps_of_numpy_and_jax(tmp_path: Path, step: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    'options, wanted',
+    'options, expected',
     [
         ({'only': '('}, "only: invalid regex '(': missing ), unterminated subpattern (position 0)"),
         ({'only': ['params']}, "only: the regex is a string, got ['params']"),
@@ -104,8 +104,8 @@ def test_steps_of_numpy_and_jax(tmp_path: Path, step: Any) -> None:
         ),
     ],
 )
-def test_regexes(saved: Path, options: dict[str, Any], wanted: str) -> None:
-    assert message(Checkpointer(saved).restore, HELPER, P(), STATE, **options) == wanted
+def test_regexes(saved: Path, options: dict[str, Any], expected: str) -> None:
+    assert message(Checkpointer(saved).restore, HELPER, P(), STATE, **options) == expected
 
 
 def test_a_part_that_is_not_there_is_not_taken_for_restored(saved: Path, snapshot: Snapshot) -> None:
@@ -117,17 +117,17 @@ def test_a_part_that_is_not_there_is_not_taken_for_restored(saved: Path, snapsho
 
 
 @pytest.mark.parametrize(
-    'mapping, wanted',
+    'mapping, expected',
     [
         ([('(', 'x')], "mapping: invalid regex '(': missing ), unterminated subpattern (position 0)"),
         ([('a', 'x', (0,), 1)], 'mapping: expected a list of pairs (regex, replacement), got '),
         (3, 'mapping: expected a list of pairs (regex, replacement), got 3'),
     ],
 )
-def test_mappings_of_safetensors(tmp_path: Path, mapping: Any, wanted: str) -> None:
+def test_mappings_of_safetensors(tmp_path: Path, mapping: Any, expected: str) -> None:
     file = tmp_path / 'model.safetensors'
     save_file({'w': np.ones(8, np.float32)}, file)
-    assert message(load_safetensors, HELPER, file, P(), mapping).startswith(wanted)
+    assert message(load_safetensors, HELPER, file, P(), mapping).startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -208,11 +208,11 @@ def test_wide_arrays_are_saved_as_jax_holds_them(tmp_path: Path) -> None:
         rows = checkpointer.describe()
         assert [rows[name].dtype for name in ('mean', 'steps', 'wide')] == ['float32', 'int32', 'uint32']
         for like in (init, init()):
-            found = checkpointer.restore(HELPER, P(), like)
-            for name, leaf in found.items():
-                wanted = HELPER.shard(init()[name], P())
-                assert leaf.dtype == wanted.dtype
-                np.testing.assert_array_equal(leaf, wanted)
+            restored = checkpointer.restore(HELPER, P(), like)
+            for name, leaf in restored.items():
+                expected = HELPER.shard(init()[name], P())
+                assert leaf.dtype == expected.dtype
+                np.testing.assert_array_equal(leaf, expected)
         with jax.enable_x64(True):
             checkpointer.save(2, init())
             checkpointer.wait()
@@ -227,9 +227,9 @@ def test_narrow_dtypes(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state)
         checkpointer.wait()
-        found = checkpointer.restore(HELPER, P('fsdp'), state)
-    for each in found.values():
-        for name, array in each.items():
+        restored = checkpointer.restore(HELPER, P('fsdp'), state)
+    for leaves in restored.values():
+        for name, array in leaves.items():
             assert array.dtype == name
             np.testing.assert_array_equal(np.asarray(array), arrays[name])
 

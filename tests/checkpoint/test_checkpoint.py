@@ -54,8 +54,8 @@ def message(function: Any, *args: Any, **kwargs: Any) -> str:
     return str(caught.value)
 
 
-def assert_equal(found: Any, wanted: Any) -> None:
-    for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+def assert_equal(actual: Any, expected: Any) -> None:
+    for leaf, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(leaf, other)
 
 
@@ -70,8 +70,8 @@ def test_every_leaf_on_other_meshes(tmp_path: Path, shape: tuple[int, ...]) -> N
     size = int(np.prod(shape))
     other = MeshShardingHelper(shape, ['x', 'y'][: len(shape)], devices=jax.devices()[-size:])
     rule = checkpoint_checks.rule(other)
-    found = checkpointer.restore(other, rule, checkpoint_checks.state(other), verify=True)
-    checkpoint_checks.assert_same(found, other)
+    restored = checkpointer.restore(other, rule, checkpoint_checks.state(other), verify=True)
+    checkpoint_checks.assert_same(restored, other)
 
 
 @pytest.mark.medium
@@ -83,22 +83,22 @@ def test_what_like_may_be(tmp_path: Path, helper: MeshShardingHelper) -> None:
         params = {'w': jnp.ones((size, 4)), 'b': jnp.zeros(size)}
         return {'params': params, 'opt_state': optimizer.init(params), 'key': jax.random.key(0)}
 
-    made = init(8)
+    expected = init(8)
     rule = FSDPShardingRule(min_fsdp_size=8)
-    checkpointer = save(tmp_path, made)
+    checkpointer = save(tmp_path, expected)
     for like in (
         functools.partial(init, 8),
         lambda: init(8),
-        made,
+        expected,
         jax.eval_shape(functools.partial(init, 8)),
     ):
-        found = checkpointer.restore(helper, rule, like)
-        assert jax.tree.structure(found) == jax.tree.structure(made)
-        assert found['opt_state'][0].mu['w'].sharding.spec == P('fsdp')
-        assert found['opt_state'][0].mu['w'].sharding.mesh == helper.mesh
-        keys = [jax.random.key_data(tree.pop('key')) for tree in (found, {**made})]
+        restored = checkpointer.restore(helper, rule, like)
+        assert jax.tree.structure(restored) == jax.tree.structure(expected)
+        assert restored['opt_state'][0].mu['w'].sharding.spec == P('fsdp')
+        assert restored['opt_state'][0].mu['w'].sharding.mesh == helper.mesh
+        keys = [jax.random.key_data(tree.pop('key')) for tree in (restored, {**expected})]
         assert_equal(keys[0], keys[1])
-        assert_equal(found, {name: leaf for name, leaf in made.items() if name != 'key'})
+        assert_equal(restored, {name: leaf for name, leaf in expected.items() if name != 'key'})
 
 
 def test_a_function_is_looked_at_and_not_run(tmp_path: Path, helper: MeshShardingHelper) -> None:
@@ -123,7 +123,7 @@ def test_what_processes_tell_one_another_is_gone_once_a_step_is_there(
 
 def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path: Path, helper: MeshShardingHelper) -> None:
     state = helper.shard({f'w{i}': np.full((512, 512), i, np.float32) for i in range(8)}, P('fsdp', 'tp'))
-    wanted = helper.gather(state)
+    expected = helper.gather(state)
     step = helper.sjit(lambda tree: jax.tree.map(lambda x: -x - 1, tree), donate_argnums=0)
     state = step(step(state))  # compiled
     with Checkpointer(tmp_path) as checkpointer:
@@ -131,7 +131,7 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path: Path, helper: M
         for _ in range(5):
             state = step(state)
         jax.block_until_ready(state)
-    assert_equal(Checkpointer(tmp_path).restore(helper, P('fsdp', 'tp'), state), wanted)
+    assert_equal(Checkpointer(tmp_path).restore(helper, P('fsdp', 'tp'), state), expected)
 
 
 def test_dtypes_change_only_where_asked(tmp_path: Path, helper: MeshShardingHelper) -> None:
@@ -144,17 +144,17 @@ def test_dtypes_change_only_where_asked(tmp_path: Path, helper: MeshShardingHelp
         '  params/b: bfloat16[8] was requested, but float32[8] was saved\n'
         f'  params/w: bfloat16[8, 4] was requested, but float32[8, 4] was saved\n{DO}'
     )
-    found = checkpointer.restore(helper, RULE, like, cast=True)
-    assert found['params']['w'].dtype == jnp.bfloat16
-    assert_equal(found['params'], jax.tree.map(jnp.bfloat16, small(helper)['params']))
+    restored = checkpointer.restore(helper, RULE, like, cast=True)
+    assert restored['params']['w'].dtype == jnp.bfloat16
+    assert_equal(restored['params'], jax.tree.map(jnp.bfloat16, small(helper)['params']))
 
 
 def test_python_numbers(tmp_path: Path, helper: MeshShardingHelper) -> None:
     state = {'large': 2**40, 'float': 0.1, 'flag': True, 'array': jnp.int32(5), 'none': None, 'empty': {}}
     checkpointer = save(tmp_path, state)
-    found = checkpointer.restore(helper, P(), {**state, 'array': 0})
-    assert found == {**state, 'array': 5}
-    assert type(found['array']) is int
+    restored = checkpointer.restore(helper, P(), {**state, 'array': 0})
+    assert restored == {**state, 'array': 5}
+    assert type(restored['array']) is int
     like = {**state, 'flag': np.bool_(0), 'large': 0.0}
     assert message(checkpointer.restore, helper, P(), like) == (
         f'the checkpoint of step 1 in {tmp_path} does not match the requested tree:\n'
@@ -180,8 +180,8 @@ def test_large_python_numbers(tmp_path: Path, helper: MeshShardingHelper) -> Non
             'To restore a Python int, give like as a tree that has one there (a function turns Python '
             'numbers into arrays)'
         )
-    said = message(checkpointer.restore, helper, P(), {'best': 0}, only='best', cast=True)
-    assert 'best is inf, which does not fit in int. To restore a Python float' in said
+    text = message(checkpointer.restore, helper, P(), {'best': 0}, only='best', cast=True)
+    assert 'best is inf, which does not fit in int. To restore a Python float' in text
 
 
 def test_other_memory_and_explicit_axes(tmp_path: Path, helper: MeshShardingHelper) -> None:
@@ -191,26 +191,26 @@ def test_other_memory_and_explicit_axes(tmp_path: Path, helper: MeshShardingHelp
     assert pinned['params']['w'].sharding.memory_kind == 'pinned_host'
     assert_equal(pinned, state)
     explicit = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=AxisType.Explicit)
-    found = checkpointer.restore(explicit, RULE, state)
-    assert jax.typeof(found['params']['w']).sharding.spec == P('fsdp', None)
-    assert_equal(found, state)
+    restored = checkpointer.restore(explicit, RULE, state)
+    assert jax.typeof(restored['params']['w']).sharding.spec == P('fsdp', None)
+    assert_equal(restored, state)
 
 
 def test_a_part(tmp_path: Path, helper: MeshShardingHelper) -> None:
     state = small(helper)
     checkpointer = save(tmp_path, state)
     # A subtree, and nothing else of what was saved.
-    found = checkpointer.restore(helper, RULE, {'params': state['params']}, only='^params/')
-    assert_equal(found, {'params': state['params']})
+    restored = checkpointer.restore(helper, RULE, {'params': state['params']}, only='^params/')
+    assert_equal(restored, {'params': state['params']})
     # Leaves of `like` that are not asked for stay as they are.
     like = {
         'params': jax.tree.map(jnp.zeros_like, state['params']),
         'count': jnp.int32(-1),
         'new': jnp.ones(8),
     }
-    found = checkpointer.restore(helper, RULE, like, only='^params/w')
-    assert_equal(found['params'], {'w': state['params']['w'], 'b': np.zeros(8)})
-    assert found['count'] is like['count'] and found['new'] is like['new']
+    restored = checkpointer.restore(helper, RULE, like, only='^params/w')
+    assert_equal(restored['params'], {'w': state['params']['w'], 'b': np.zeros(8)})
+    assert restored['count'] is like['count'] and restored['new'] is like['new']
     abstract = checkpointer.restore(helper, RULE, lambda: like, only='^params/w')
     assert isinstance(abstract['new'], jax.ShapeDtypeStruct)
     assert abstract['new'].sharding.spec == P('fsdp')
@@ -221,9 +221,9 @@ def test_other_paths(tmp_path: Path, helper: MeshShardingHelper) -> None:
     checkpointer = save(tmp_path, state)
     like = {'model': {'dense': {'kernel': state['params']['w'], 'bias': state['params']['b']}}, 'count': 0}
     rename = [('^params/w$', 'model/dense/kernel'), (r'^params/(b)$', r'model/dense/\1ias')]
-    found = checkpointer.restore(helper, RULE, like, rename=rename)
-    assert_equal(found['model']['dense']['kernel'], state['params']['w'])
-    assert_equal(found['model']['dense']['bias'], state['params']['b'])
+    restored = checkpointer.restore(helper, RULE, like, rename=rename)
+    assert_equal(restored['model']['dense']['kernel'], state['params']['w'])
+    assert_equal(restored['model']['dense']['bias'], state['params']['b'])
     assert message(checkpointer.restore, helper, RULE, like, rename=[('^params/.', 'model/x')]) == (
         f"rename gives two leaves of the checkpoint of step 1 in {tmp_path} the same path: 'params/b' "
         "and 'params/w' become 'model/x'"
@@ -267,8 +267,8 @@ def test_keys_are_of_the_kind_that_is_asked_for(
     checkpointer = save(tmp_path, state)
     like = {**state, 'a/b': jax.random.key(1, impl=impl)}
     if impl == 'rbg':
-        found = checkpointer.restore(helper, P(), like)
-        assert_equal(jax.random.key_data(found['a/b']), jax.random.key_data(state['a/b']))
+        restored = checkpointer.restore(helper, P(), like)
+        assert_equal(jax.random.key_data(restored['a/b']), jax.random.key_data(state['a/b']))
     else:
         assert 'a/b has dtype key<rbg>, but key<urbg> was requested' in message(
             checkpointer.restore, helper, P(), like
@@ -386,11 +386,11 @@ def test_threads_take_turns(tmp_path: Path, helper: MeshShardingHelper) -> None:
 
     with ThreadPoolExecutor(6) as pool:
         done = dict(zip(range(6), pool.map(saved, range(6)), strict=True))
-        found = [pool.submit(checkpointer.restore, helper, RULE, state) for _ in range(6)]
+        restored = [pool.submit(checkpointer.restore, helper, RULE, state) for _ in range(6)]
     assert done[5]
     assert checkpointer.restored_step == checkpointer.latest_step() == 5
-    for one in found:
-        assert_equal(one.result(), state)
+    for tree in restored:
+        assert_equal(tree.result(), state)
     checkpointer.close()
 
 
@@ -432,9 +432,9 @@ def test_lists_of_modules(tmp_path: Path, helper: MeshShardingHelper) -> None:
         ]
     ):
         checkpointer = save(tmp_path / str(number), state)
-        found = checkpointer.restore(helper, P(), like, verify=True)
-        assert jax.tree.structure(found) == jax.tree.structure(like)
-        assert_equal(found, state)
+        restored = checkpointer.restore(helper, P(), like, verify=True)
+        assert jax.tree.structure(restored) == jax.tree.structure(like)
+        assert_equal(restored, state)
     kernel = checkpointer.restore(helper, P(), state, only='layers/10/kernel')['params']['layers'][10]
     np.testing.assert_array_equal(kernel['kernel'], model.layers[10].kernel)
     assert graph is not None
@@ -504,18 +504,18 @@ def test_a_mesh_without_devices(tmp_path: Path) -> None:
 def test_orbax_by_hand_both_ways(tmp_path: Path, helper: MeshShardingHelper) -> None:
     state = {**small(helper), 'key': jax.random.key(1), 'step': 2}
     save(tmp_path / 'ours', state)
-    theirs = ocp.StandardCheckpointer().restore(tmp_path / 'ours' / '1' / 'state')
-    assert_equal(theirs['params/w'], state['params']['w'])
+    by_orbax = ocp.StandardCheckpointer().restore(tmp_path / 'ours' / '1' / 'state')
+    assert_equal(by_orbax['params/w'], state['params']['w'])
     with ocp.CheckpointManager(tmp_path / 'ours') as manager:
         asked = ocp.args.Composite(state=ocp.args.StandardRestore())
         assert_equal(manager.restore(1, args=asked)['state']['params/w'], state['params']['w'])
     with ocp.CheckpointManager(tmp_path / 'theirs') as manager:
         manager.save(4, args=ocp.args.StandardSave(state))
     ours = Checkpointer(tmp_path / 'theirs')
-    found = ours.restore(helper, RULE, state)
-    assert_equal(jax.random.key_data(found.pop('key')), jax.random.key_data(state.pop('key')))
-    assert found.pop('step') == state.pop('step')
-    assert_equal(found, state)
+    restored = ours.restore(helper, RULE, state)
+    assert_equal(jax.random.key_data(restored.pop('key')), jax.random.key_data(state.pop('key')))
+    assert restored.pop('step') == state.pop('step')
+    assert_equal(restored, state)
     where = f'the checkpoint of step 4 in {tmp_path / "theirs"}'
     assert message(ours.restore, helper, RULE, state, verify=True) == (
         f'{where} cannot be verified, because it was saved without checksums. Restore it without verify=True'
@@ -539,13 +539,13 @@ def test_what_differs_is_said_once_and_whole() -> None:
         'a: b': jax.ShapeDtypeStruct((3,), 'float32'),
         **{f'layers/{i}/w': jax.ShapeDtypeStruct((2,), 'float32') for i in range(80)},
     }
-    wanted: dict[str, Any] = {
+    expected: dict[str, Any] = {
         'a: b': jax.ShapeDtypeStruct((4,), 'float32'),
         **{f'layers/{i}/w': jax.ShapeDtypeStruct((2,), 'bfloat16') for i in range(80)},
         'b': jax.ShapeDtypeStruct((), 'int32'),
     }
     with pytest.raises(CheckpointError) as caught:
-        require_fit(wanted, saved, cast=False, partial=False, where='it')
+        require_fit(expected, saved, cast=False, partial=False, where='it')
     assert str(caught.value).splitlines()[:4] == [
         'it does not match the requested tree:',
         '  a: b: float32[4] was requested, but float32[3] was saved',

@@ -51,9 +51,9 @@ def files(step: Path) -> list[Path]:
 
 def assert_restores(folder: Path, helper: MeshShardingHelper, step: int, **options: Any) -> None:
     checkpointer = Checkpointer(folder)
-    found = checkpointer.restore(helper, P('fsdp'), state(0), **options)
+    restored = checkpointer.restore(helper, P('fsdp'), state(0), **options)
     assert checkpointer.restored_step == step
-    for leaf, other in zip(jax.tree.leaves(found), jax.tree.leaves(state(step)), strict=True):
+    for leaf, other in zip(jax.tree.leaves(restored), jax.tree.leaves(state(step)), strict=True):
         np.testing.assert_array_equal(leaf, other)
 
 
@@ -69,8 +69,8 @@ def test_no_truncated_or_missing_file_is_restored(three: Path, helper: MeshShard
     listed = [path for path in files(three / '3') if path.name != 'commit_success.txt']
     assert len(listed) > 8
     for path in listed:
-        whole = path.read_bytes()
-        for damaged in (whole[: len(whole) // 2], None):
+        original = path.read_bytes()
+        for damaged in (original[: len(original) // 2], None):
             if damaged is None:
                 path.unlink()
             else:
@@ -78,7 +78,7 @@ def test_no_truncated_or_missing_file_is_restored(three: Path, helper: MeshShard
             assert Checkpointer(three).latest_step() == 2, path
             with pytest.warns(CheckpointWarning, match='step 3: '):
                 assert_restores(three, helper, 2)
-            path.write_bytes(whole)
+            path.write_bytes(original)
     assert Checkpointer(three).latest_step() == 3
     assert_restores(three, helper, 3, verify=True)
 
@@ -90,9 +90,9 @@ def test_no_flipped_byte_is_restored_if_asked(three: Path, helper: MeshShardingH
     for path in files(three / '3'):
         if path.name in ('commit_success.txt', 'files.json'):
             continue
-        whole = path.read_bytes()
-        damaged = bytearray(whole)
-        damaged[rng.integers(len(whole))] ^= 1 << int(rng.integers(8))
+        original = path.read_bytes()
+        damaged = bytearray(original)
+        damaged[rng.integers(len(original))] ^= 1 << int(rng.integers(8))
         path.write_bytes(damaged)
         text = message(Checkpointer(three).restore, helper, P('fsdp'), state(0), step=3, verify=True)
         name = path.relative_to(where)
@@ -100,7 +100,7 @@ def test_no_flipped_byte_is_restored_if_asked(three: Path, helper: MeshShardingH
         assert text.startswith(f'{head}  step 3: {name} has changed since it was written: its CRC-32 is ')
         with pytest.warns(CheckpointWarning, match='has changed since it was written'):
             assert_restores(three, helper, 2, verify=True)
-        path.write_bytes(whole)
+        path.write_bytes(original)
     assert_restores(three, helper, 3, verify=True)
 
 
@@ -110,14 +110,14 @@ def test_a_flipped_byte_is_not_noticed_unless_asked(three: Path, helper: MeshSha
     damaged = bytearray(path.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     path.write_bytes(damaged)
-    found = Checkpointer(three).restore(helper, P('fsdp'), state(0))
-    assert not np.array_equal(found['w'], state(3)['w'])
+    restored = Checkpointer(three).restore(helper, P('fsdp'), state(0))
+    assert not np.array_equal(restored['w'], state(3)['w'])
 
 
 def test_the_list_of_files_itself(three: Path, helper: MeshShardingHelper) -> None:
     listed = three / '3' / 'state' / 'scalax' / 'files.json'
-    whole = listed.read_text()
-    for text in ('', whole[: len(whole) // 2], '[]'):
+    original = listed.read_text()
+    for text in ('', original[: len(original) // 2], '[]'):
         listed.write_text(text)
         assert message(Checkpointer(three).restore, helper, P('fsdp'), state(0), step=3).startswith(
             f'the checkpoint of step 3 in {three} is damaged:\n  step 3: scalax/files.json cannot be read: '
@@ -144,7 +144,7 @@ def test_damaged_steps_make_way(three: Path, helper: MeshShardingHelper) -> None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter('always')
             checkpointer.restore(helper, P('fsdp'), state(0))
-        [text] = [str(one.message) for one in caught if one.category is CheckpointWarning]
+        [text] = [str(number.message) for number in caught if number.category is CheckpointWarning]
         assert text == (
             f'restoring step 1: later checkpoints in {three} are damaged, and the next save deletes them:\n'
             '  step 3: manifest.ocdbt cannot be read: No such file or directory\n'

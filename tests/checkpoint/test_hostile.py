@@ -48,11 +48,11 @@ def write(folder: Path, name: str, text: str) -> None:
         listed.write_text(json.dumps(files))
 
 
-def assert_passed_over(folder: Path, said: str) -> None:
+def assert_passed_over(folder: Path, message: str) -> None:
     assert Checkpointer(folder).latest_step() == 1
-    with pytest.warns(CheckpointWarning, match=re.escape(f'step 2: {said}')):
+    with pytest.warns(CheckpointWarning, match=re.escape(f'step 2: {message}')):
         assert Checkpointer(folder).restore(HELPER, P(), state(0))['n'] == 1
-    with pytest.raises(CheckpointError, match=re.escape(said)):
+    with pytest.raises(CheckpointError, match=re.escape(message)):
         Checkpointer(folder).restore(HELPER, P(), state(0), step=2)
 
 
@@ -154,9 +154,9 @@ def test_a_damaged_file_of_the_writer(two: Path, text: str, why: str) -> None:
             checkpointer.save(4, state(4))
             checkpointer.wait()
         path.unlink()
-    said = str(error.value)
-    assert f'{path} cannot be read, so the writer of this directory is not known ({why}' in said
-    assert '). Delete the file if no other job writes there' in said
+    message = str(error.value)
+    assert f'{path} cannot be read, so the writer of this directory is not known ({why}' in message
+    assert '). Delete the file if no other job writes there' in message
 
 
 def test_messages_steer_no_terminal(two: Path) -> None:

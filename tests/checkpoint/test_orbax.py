@@ -100,8 +100,8 @@ def test_orbax_restores_keys_of_another_kind_than_is_asked_for(tmp_path: Path) -
 
 def test_orbax_saves_one_of_two_leaves_with_one_name(tmp_path: Path) -> None:
     root = saved(tmp_path / 'tree', {'a': {'b': jnp.zeros(2)}, 'a.b': jnp.ones(2)})
-    found = ocp.StandardCheckpointer().restore(root)
-    assert found['a']['b'].tolist() == found['a.b'].tolist()
+    restored = ocp.StandardCheckpointer().restore(root)
+    assert restored['a']['b'].tolist() == restored['a.b'].tolist()
 
 
 def test_orbax_does_not_restore_nodes_with_indices_and_names(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_what_several_saved_is_restored_by_one(
     helper = MeshShardingHelper(shape, ['x', 'y'][: len(shape)], devices=jax.devices()[:size])
     checkpointer = Checkpointer(folder / f'{count}-processes')
     rule = checkpoint_checks.rule(helper)
-    found = checkpointer.restore(helper, rule, checkpoint_checks.state(helper), verify=True)
-    checkpoint_checks.assert_same(found, helper)
+    restored = checkpointer.restore(helper, rule, checkpoint_checks.state(helper), verify=True)
+    checkpoint_checks.assert_same(restored, helper)
     with pytest.raises(CheckpointError, match=f'it has data.0-of-{count}, '):
         checkpointer.data()

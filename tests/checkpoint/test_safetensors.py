@@ -46,10 +46,10 @@ def test_every_dtype_bit_by_bit(tmp_path: Path, helper: MeshShardingHelper) -> N
     tensors = {f'a.{name}': bits((8, 4), dtype) for name, dtype in names.items() if dtype.name not in WIDE}
     assert len(tensors) == 16
     tree = load_safetensors(helper, write(tmp_path / 'x.safetensors', tensors), P('fsdp', 'tp'))
-    for name, wanted in tensors.items():
+    for name, expected in tensors.items():
         array = tree['a'][name.removeprefix('a.')]
-        assert (array.dtype, array.sharding.spec) == (wanted.dtype, P('fsdp', 'tp'))
-        assert np.asarray(array).tobytes() == wanted.tobytes()
+        assert (array.dtype, array.sharding.spec) == (expected.dtype, P('fsdp', 'tp'))
+        assert np.asarray(array).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_files_in_parts(tmp_path: Path, helper: MeshShardingHelper, what: str) -
     assert sorted(tree['layers']) == ['0', '1', '2']
     for i in range(3):
         kernel = tree['layers'][str(i)]['up']['kernel']
-        wanted = tensors[f'model.layers.{i}.mlp.up_proj.weight'].T
-        assert np.asarray(kernel).tobytes() == wanted.tobytes()
+        expected = tensors[f'model.layers.{i}.mlp.up_proj.weight'].T
+        assert np.asarray(kernel).tobytes() == expected.tobytes()
     assert np.asarray(tree['norm']['scale']).tobytes() == tensors['model.norm.weight'].tobytes()
 
 
@@ -147,18 +147,18 @@ def test_errors_about_names(tmp_path: Path, helper: MeshShardingHelper) -> None:
     file = write(tmp_path / 'x.safetensors', {name: bits((2,), 'int8') for name in names})
     do = '\nWhat to do: give every tensor its own path, or None to leave it out.'
     head = 'the mapping does not fit the tensors of the files:\n'
-    taken = 'which overlaps the path of another tensor'
-    assert error_of(helper, file, P()) == f'{head}  d.e: goes to d/e, {taken}{do}'
+    overlaps = 'which overlaps the path of another tensor'
+    assert error_of(helper, file, P()) == f'{head}  d.e: goes to d/e, {overlaps}{do}'
     mapping: Any = {'a.b': 'x', 'd': 'x', 'd.e': None}
     assert error_of(helper, file, P(), mapping) == (
-        f'{head}  a.c: not in the mapping\n  d: goes to x, {taken}{do}'
+        f'{head}  a.c: not in the mapping\n  d: goes to x, {overlaps}{do}'
     )
     mapping = [('^a.', 'z/')]
     assert error_of(helper, file, P(), mapping) == (
         f'{head}  d: not in the mapping\n  d.e: not in the mapping{do}'
     )
     mapping = {'a.b': 'x/y', 'a.c': 'x', 'd': None, 'd.e': None}
-    assert error_of(helper, file, P(), mapping) == f'{head}  a.c: goes to x, {taken}{do}'
+    assert error_of(helper, file, P(), mapping) == f'{head}  a.c: goes to x, {overlaps}{do}'
     mapping = [('a.b', 'x', (1, 0)), ('', None)]
     assert error_of(helper, file, P(), mapping) == (f'{head}  a.b: int8[2] does not have the axes (1, 0){do}')
 
@@ -179,12 +179,12 @@ def test_64_bits(tmp_path: Path, helper: MeshShardingHelper, snapshot: Snapshot)
 def test_arrays_do_not_change_with_their_file(tmp_path: Path, helper: MeshShardingHelper) -> None:
     x = bits((8, 4), 'int8')
     file = write(tmp_path / 'x.safetensors', {'x': x})
-    found = load_safetensors(helper, file, P())['x']
+    loaded = load_safetensors(helper, file, P())['x']
     size = file.stat().st_size
     with file.open('r+b') as opened:
         opened.seek(size - x.nbytes)
         opened.write(bytes(x.nbytes))
-    np.testing.assert_array_equal(found, x)
+    np.testing.assert_array_equal(loaded, x)
 
 
 def test_errors_about_files(tmp_path: Path, helper: MeshShardingHelper) -> None:
@@ -323,9 +323,9 @@ def test_names_that_make_deep_trees(tmp_path: Path, helper: MeshShardingHelper) 
     file = write(tmp_path / 'x.safetensors', {'.'.join('a' * 100): bits((2,), 'int8')})
     assert jax.tree.leaves(load_safetensors(helper, file, P()))[0].shape == (2,)
     write(file, {'.'.join('a' * 10**5): bits((2,), 'int8')})
-    said = error_of(helper, file, P())
-    assert said.startswith('the mapping does not fit the tensors of the files:\n  a.a.a.')
-    assert ': goes to a path of more than 100 keys\nWhat to do: ' in said and len(said) < 500
+    message = error_of(helper, file, P())
+    assert message.startswith('the mapping does not fit the tensors of the files:\n  a.a.a.')
+    assert ': goes to a path of more than 100 keys\nWhat to do: ' in message and len(message) < 500
 
 
 def test_names_steer_no_terminal(tmp_path: Path, helper: MeshShardingHelper) -> None:

@@ -349,7 +349,7 @@ def ours(header: bytes, data: bytes) -> tuple[list[tuple[object, ...]], str]:
     return sorted(((*tensor[:3], data[tensor.begin : tensor.end]) for tensor in tensors), key=str), ''
 
 
-def theirs(header: bytes, data: bytes) -> tuple[list[tuple[object, ...]], str]:
+def by_library(header: bytes, data: bytes) -> tuple[list[tuple[object, ...]], str]:
     try:
         tensors = safetensors.deserialize(file_of(header, data))
     except safetensors.SafetensorError as error:
@@ -363,10 +363,10 @@ def theirs(header: bytes, data: bytes) -> tuple[list[tuple[object, ...]], str]:
 
 def compare(header: bytes, data: bytes) -> str:
     """Whether both parsers agree: 'valid', 'rejected', or 'stricter' where only scalax rejects."""
-    (mine, rejected), (wanted, why) = ours(header, data), theirs(header, data)
+    (by_scalax, rejected), (expected, why) = ours(header, data), by_library(header, data)
     if not rejected:
         assert not why, f'{header!r} is accepted, but the library rejects it: {why}'
-        assert mine == wanted, header
+        assert by_scalax == expected, header
         return 'valid'
     if why:
         return 'rejected'
@@ -403,8 +403,10 @@ def test_mutated_files_raise_nothing_but_checkpoint_errors(
     header, size = random_header(rng)
     content = bytearray(file_of(header, DATA[:size]))
     for _ in range(rng.choice((0, 0, 1, 2))):
-        place = rng.randrange(len(content) + 1)
-        content[place : place + rng.randrange(4)] = bytes(rng.randrange(256) for _ in range(rng.randrange(4)))
+        position = rng.randrange(len(content) + 1)
+        content[position : position + rng.randrange(4)] = bytes(
+            rng.randrange(256) for _ in range(rng.randrange(4))
+        )
     file = tmp_path / 'model.safetensors'
     file.write_bytes(content)
     try:
@@ -414,6 +416,6 @@ def test_mutated_files_raise_nothing_but_checkpoint_errors(
 
 
 def test_the_dtypes_are_those_of_the_library() -> None:
-    _, why = theirs(x(dtype='none').encode(), bytes(16))
-    known = why.partition('expected one of ')[2].partition(' at line')[0].replace('`', '').split(', ')
-    assert sorted(known) == sorted([*DTYPES, *SMALL_BITS])
+    _, why = by_library(x(dtype='none').encode(), bytes(16))
+    dtypes = why.partition('expected one of ')[2].partition(' at line')[0].replace('`', '').split(', ')
+    assert sorted(dtypes) == sorted([*DTYPES, *SMALL_BITS])

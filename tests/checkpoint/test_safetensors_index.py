@@ -141,8 +141,8 @@ def test_names_that_are_no_files(tmp_path: Path, helper: MeshShardingHelper) -> 
         ('a\0b', 'embedded null byte'),
     ):
         index = write_index(tmp_path, x=name)
-        said = error_of(helper, index)
-        assert said.endswith(f' cannot be read: {why}') and said.isprintable() and len(said) < 400
+        message = error_of(helper, index)
+        assert message.endswith(f' cannot be read: {why}') and message.isprintable() and len(message) < 400
 
 
 @pytest.mark.parametrize('kind', ['file', 'relative', 'folder', 'chain', 'device'])

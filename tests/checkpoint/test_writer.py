@@ -43,8 +43,8 @@ def state(run: int, step: int) -> dict[str, Any]:
 
 def run_and_step(helper: MeshShardingHelper, folder: Path, step: int | None = None) -> tuple[int, int]:
     """Of which run a step is, all of it, and which it is."""
-    found = Checkpointer(folder).restore(helper, P('fsdp'), state(0, 0), step, verify=True)
-    [value] = {int(value) for leaf in jax.tree.leaves(found) for value in np.asarray(leaf)}
+    restored = Checkpointer(folder).restore(helper, P('fsdp'), state(0, 0), step, verify=True)
+    [value] = {int(value) for leaf in jax.tree.leaves(restored) for value in np.asarray(leaf)}
     return divmod(value, 1000)
 
 
@@ -330,8 +330,8 @@ def test_a_disk_that_is_full_from_the_first_byte(tmp_path: Path, monkeypatch: py
     with Checkpointer(tmp_path) as checkpointer, monkeypatch.context() as patch:
         for left in ([], ['writer.json']):
             patch.setattr(os, 'fsync', full)
-            said = message(lambda: checkpointer.save(1, state(1, 1)) and checkpointer.wait())
-            assert 'OSError: [Errno 28] No space left' in said
+            text = message(lambda: checkpointer.save(1, state(1, 1)) and checkpointer.wait())
+            assert 'OSError: [Errno 28] No space left' in text
             assert names(tmp_path) == left
             patch.undo()
             checkpointer._steps._acquire()
@@ -358,9 +358,9 @@ def test_two_runs_in_threads_mix_no_step(tmp_path: Path, helper: MeshShardingHel
         [*pool.map(train, (1, 2))]
     assert errors
     steps = sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdecimal())
-    found = [run_and_step(helper, tmp_path, step) for step in steps]
-    assert [step for _, step in found] == steps
-    assert len({run for run, _ in found}) <= 1
+    restored = [run_and_step(helper, tmp_path, step) for step in steps]
+    assert [step for _, step in restored] == steps
+    assert len({run for run, _ in restored}) <= 1
     for text in errors.values():
         assert ', from another run' in text or 'now has another writer' in text
 
@@ -415,8 +415,8 @@ def test_sixteen_threads_and_a_close_among_them(tmp_path: Path, helper: MeshShar
                     step = 16 * turn + number + 1
                     checkpointer.save(step, state(1, step))
             elif what == 1:
-                found = checkpointer.restore(helper, P('fsdp'), state(0, 0))
-                [value] = {int(value) for leaf in jax.tree.leaves(found) for value in np.asarray(leaf)}
+                restored = checkpointer.restore(helper, P('fsdp'), state(0, 0))
+                [value] = {int(value) for leaf in jax.tree.leaves(restored) for value in np.asarray(leaf)}
                 assert value // 1000 == 1
             elif what == 2:
                 assert checkpointer.latest_step() is not None

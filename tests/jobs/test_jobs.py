@@ -47,13 +47,13 @@ def two_jobs(
 ) -> Iterator[tuple[Running, Running]]:
     """(processes, devices of each) of a sender and of a receiver, which has the address of the first."""
     common = [str(timeout), memory]
-    with held_port() as one, held_port() as other, contextlib.ExitStack() as stack:
+    with held_port() as port, held_port() as other, contextlib.ExitStack() as stack:
         sending = [*PROGRAM, 'send', str(times), str(waits[0]), *common, faults[0]]
-        first = stack.enter_context(started(*[sending] * senders[0], env=job(one, *senders)))
+        first = stack.enter_context(started(*[sending] * senders[0], env=job(port, *senders)))
         first.wait_for(ADDRESS)
-        found = ADDRESS.search(first.output())
-        assert found is not None
-        receiving = [*PROGRAM, 'receive', str(times), str(waits[1]), *common, faults[1], found[1]]
+        match = ADDRESS.search(first.output())
+        assert match is not None
+        receiving = [*PROGRAM, 'receive', str(times), str(waits[1]), *common, faults[1], match[1]]
         yield first, stack.enter_context(started(*[receiving] * receivers[0], env=job(other, *receivers)))
 
 
@@ -100,7 +100,7 @@ FAULTS_OF_THE_RECEIVER = {
 
 def rare(faults: Iterable[str]) -> list[Any]:
     """Faults before and after the parts are for `make test-all`."""
-    return [each if 'parts' in each else pytest.param(each, marks=pytest.mark.slow) for each in faults]
+    return [line if 'parts' in line else pytest.param(line, marks=pytest.mark.slow) for line in faults]
 
 
 def sent_to_itself(tree: Any, **options: Any) -> Any:
@@ -164,7 +164,7 @@ def test_processes_that_send_different_trees(monkeypatch: pytest.MonkeyPatch) ->
     with contextlib.ExitStack() as stack:
         other = stack.enter_context(Sender('localhost:0'))
         with monkeypatch.context() as patch:  # the other one as process 1 of the same job
-            patch.setattr(_sender.process_collectives, 'gather_json', lambda _, mine: [mine, other.address])
+            patch.setattr(_sender.process_collectives, 'gather_json', lambda _, tree: [tree, other.address])
             first = stack.enter_context(Sender('localhost:0'))
         with pytest.raises(ArgumentError):
             other.send({'w': 1.0})  # a call that process 0 does not make
@@ -182,24 +182,24 @@ def test_processes_that_send_different_trees(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_leaves_that_cannot_be_sent() -> None:
-    one = jax.device_put(np.ones(2))
+    leaf = jax.device_put(np.ones(2))
     deleted = jax.device_put(np.ones(2))
     deleted.delete()
     with Sender('localhost:0', wait=SHORT) as sender:
         with pytest.raises(ArgumentError) as error:
-            sender.send({'a/b': one, 'a': {'b': one, 'c': one}})
+            sender.send({'a/b': leaf, 'a': {'b': leaf, 'c': leaf}})
         assert str(error.value) == (
             'Sender.send: the paths of these leaves overlap those of others:\n  a/b\n'
             'What to do: rename them; keys are sent as a path, separated by slashes.'
         )
         with pytest.raises(ArgumentError) as error:
-            sender.send({'w': deleted, 'n': 3.0, 'fine': one})
+            sender.send({'w': deleted, 'n': 3.0, 'fine': leaf})
         assert str(error.value) == (
             'Sender.send: these leaves are not jax.Arrays, or are deleted:\n  n: Python float\n  '
             'w: float32[2]\nWhat to do: place them with helper.shard, and send them before they are donated.'
         )
     with pytest.raises(ArgumentError, match=r'^Sender\.send: the Sender is closed$'):
-        sender.send({'w': one})
+        sender.send({'w': leaf})
 
 
 @pytest.mark.parametrize('address', ['', 'host', 'http://host:1', 7])

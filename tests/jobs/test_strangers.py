@@ -211,9 +211,9 @@ def test_a_receiver_that_asks_nothing_is_sent_away() -> None:
 def test_one_job_at_a_time_gets_what_is_sent(sender: Sender) -> None:
     sending = threading.Thread(target=sender.send, args=[{'w': jax.device_put(np.arange(8))}])
     sending.start()
-    with connected(sender) as one, connected(sender) as another:
+    with connected(sender) as waiting, connected(sender) as another:
         first, second = (
-            lines.client_handshake(connection, SECRET.encode(), LONG) for connection in (one, another)
+            lines.client_handshake(connection, SECRET.encode(), LONG) for connection in (waiting, another)
         )
         first.send({**JOIN, 'seconds': LONG}, LONG)
         assert first.read(4096, LONG)['number'] == 1
@@ -290,11 +290,11 @@ def test_no_more_connections_than_there_may_be(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(('ours', 'theirs'), [(OTHER, SECRET), ('', SECRET), (SECRET, '')])
-def test_another_secret(ours: str, theirs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(('ours', 'other_secret'), [(OTHER, SECRET), ('', SECRET), (SECRET, '')])
+def test_another_secret(ours: str, other_secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv('SCALAX_RUN_TOKEN', raising=False)
     helper = MeshShardingHelper([8], ['fsdp'])
-    with Sender('localhost:0', secret=theirs or None) as sender:
+    with Sender('localhost:0', secret=other_secret or None) as sender:
         with pytest.raises(TransferError) as error:
             receive(helper, sender.address, PartitionSpec(), secret=ours or None, wait=0)
         assert str(error.value) == (

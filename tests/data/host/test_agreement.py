@@ -97,7 +97,7 @@ def test_errors_on_all_processes(monkeypatch):
 def test_what_is_said_of_an_array():
     x = jnp.ones(2)
     texts = [
-        placed_text(each) for each in (x, np.ones((2, 3), 'int8'), 1.0, int, jax.ShapeDtypeStruct((), bool))
+        placed_text(leaf) for leaf in (x, np.ones((2, 3), 'int8'), 1.0, int, jax.ShapeDtypeStruct((), bool))
     ]
     assert texts == ['float32[2]', 'int8[2, 3]', 'Python float', 'Python int', 'bool[]']
     x.delete()

@@ -82,7 +82,7 @@ def test_one_that_does_not_come_is_named_and_not_waited_for(port: int, tmp_path:
         assert 'has waited' not in text and 'has not waited' not in text  # no other handler ran
         logged = re.sub(r'\d+ s\b', 'N s', text)
         line = next(
-            n for n, one in enumerate(PROGRAM.read_text().splitlines(), 1) if 'sleep(LONGEST_S)' in one
+            n for n, text in enumerate(PROGRAM.read_text().splitlines(), 1) if 'sleep(LONGEST_S)' in text
         )
         who = (
             f'  process 1 (host {os.uname().nodename}, pid {two.processes[1].pid}): in Python for N s at '

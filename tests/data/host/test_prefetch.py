@@ -131,10 +131,10 @@ def test_no_more_is_loaded_than_asked_for(size: int) -> None:
             yield batch(number)
 
     with HELPER.prefetch(load(), size=size) as batches:
-        for taken in range(4):
-            assert eventually(lambda taken=taken: len(loaded) == taken + size)
+        for count in range(4):
+            assert eventually(lambda count=count: len(loaded) == count + size)
             time.sleep(0.02)  # as long as a loader that nobody stops would need for many more
-            assert len(loaded) == taken + size
+            assert len(loaded) == count + size
             next(batches)
 
 
@@ -264,14 +264,14 @@ def test_closing_wakes_who_waits() -> None:
         yield batch(0)
 
     batches = HELPER.prefetch(load())
-    found: list[Any] = []
-    waiting = threading.Thread(target=lambda: found.append(next(batches, 'the end')))
+    received: list[Any] = []
+    waiting = threading.Thread(target=lambda: received.append(next(batches, 'the end')))
     waiting.start()
     threading.Timer(0.05, go.set).start()
     batches.close()
     waiting.join(20)
     assert not waiting.is_alive()
-    assert found in (['the end'], [batch(0)]) or isinstance(found[0], dict)
+    assert received in (['the end'], [batch(0)]) or isinstance(received[0], dict)
 
 
 def test_closing_wakes_all_who_wait() -> None:
@@ -297,9 +297,9 @@ def test_closing_wakes_all_who_wait() -> None:
 @pytest.mark.parametrize('count', [0, 1, 7, 40])
 def test_threads_share_the_batches(count: int) -> None:
     batches = HELPER.prefetch(map(batch, range(count)))
-    taken = in_threads(lambda _: [int(arrays['number']) for arrays in batches])
-    assert sorted(jax.tree.leaves(taken)) == list(range(count))
-    assert all(numbers == sorted(numbers) for numbers in taken)
+    received = in_threads(lambda _: [int(arrays['number']) for arrays in batches])
+    assert sorted(jax.tree.leaves(received)) == list(range(count))
+    assert all(numbers == sorted(numbers) for numbers in received)
 
 
 def test_an_error_is_raised_in_one_thread_and_ends_the_others() -> None:
@@ -317,15 +317,15 @@ def test_an_error_is_raised_in_one_thread_and_ends_the_others() -> None:
             return numbers, str(error)
         return numbers, ''
 
-    taken = in_threads(work)
-    assert sorted(jax.tree.leaves([numbers for numbers, _ in taken])) == list(range(5))
-    assert sorted(text for _, text in taken) == [*[''] * (COUNT - 1), 'the file is gone']
+    received = in_threads(work)
+    assert sorted(jax.tree.leaves([numbers for numbers, _ in received])) == list(range(5))
+    assert sorted(text for _, text in received) == [*[''] * (COUNT - 1), 'the file is gone']
 
 
 def test_a_thread_that_drops_its_share_leaves_the_others_theirs() -> None:
     batches = HELPER.prefetch(map(batch, range(20)))
-    taken = in_threads(lambda number: [next(batches, None)] if number % 2 else list(batches))
-    assert len([arrays for part in taken for arrays in part if arrays is not None]) == 20
+    received = in_threads(lambda number: [next(batches, None)] if number % 2 else list(batches))
+    assert len([arrays for part in received for arrays in part if arrays is not None]) == 20
 
 
 def test_ctrl_c_leaves_what_was_not_taken() -> None:
@@ -417,14 +417,14 @@ def test_no_batch_follows_an_interrupted_agreement(monkeypatch: pytest.MonkeyPat
 
 def seen_by_a_loader(look: Callable[[], Any]) -> Any:
     """What a loader that looks finds, ahead in its thread."""
-    found: list[Any] = []
+    seen: list[Any] = []
 
     def load() -> Iterator[np.ndarray]:
-        found.append(look())
+        seen.append(look())
         yield np.zeros(8)
 
     assert len(list(HELPER.prefetch(load()))) == 1
-    (value,) = found
+    (value,) = seen
     return value
 
 

@@ -247,11 +247,11 @@ def test_data_calls_that_make_no_sense(call, snapshot):
 def test_values_of_the_only_process():
     key = jax.random.key(3)
     tree = {'x': np.arange(3, dtype=np.int64), 'y': jnp.ones(2), 'n': 2**40, 'f': 0.1, 'b': True, 'key': key}
-    found = HELPER.broadcast_from(0, tree)
-    assert (found['n'], found['f'], found['b'], found['key']) == (2**40, 0.1, True, key)
-    assert found['x'].dtype == np.int64
-    assert isinstance(found['y'], np.ndarray)
-    found['x'][0] = 9  # in memory of its own
+    result = HELPER.broadcast_from(0, tree)
+    assert (result['n'], result['f'], result['b'], result['key']) == (2**40, 0.1, True, key)
+    assert result['x'].dtype == np.int64
+    assert isinstance(result['y'], np.ndarray)
+    result['x'][0] = 9  # in memory of its own
     assert tree['x'][0] == 0
 
 
@@ -269,6 +269,6 @@ def test_what_was_found_of_a_batch_serves_no_other_dtype_or_structure() -> None:
         with jax.enable_x64(True):
             assert HELPER.local_data_to_global_array(np.zeros(8, dtype)).dtype == dtype
         for tree in ({'a': np.zeros(8, dtype)}, [np.zeros(8, dtype)], {True: np.zeros(8, dtype)}):
-            found = HELPER.local_data_to_global_array(tree)
-            assert jax.tree.structure(found) == jax.tree.structure(tree)
-            assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jax.dtypes.canonicalize_dtype(dtype)}
+            array = HELPER.local_data_to_global_array(tree)
+            assert jax.tree.structure(array) == jax.tree.structure(tree)
+            assert {leaf.dtype for leaf in jax.tree.leaves(array)} == {jax.dtypes.canonicalize_dtype(dtype)}

@@ -50,11 +50,11 @@ def cases(draw):
     )
 
 
-def carried_out(shape, schedule, whole):
+def carried_out(shape, schedule, array):
     """The blocks of the target that a schedule makes, with how often each element was written."""
-    have = {device: whole[slices_in(box, [(0, n) for n in shape])] for device, box in schedule.source.items()}
-    made = {device: np.zeros([b - a for a, b in box], int) for device, box in schedule.target.items()}
-    written = {device: np.zeros_like(block) for device, block in made.items()}
+    have = {device: array[slices_in(box, [(0, n) for n in shape])] for device, box in schedule.source.items()}
+    blocks = {device: np.zeros([b - a for a, b in box], int) for device, box in schedule.target.items()}
+    written = {device: np.zeros_like(block) for device, block in blocks.items()}
     for pieces in [*schedule.local_rounds, *schedule.transfer_rounds]:
         values = []
         for piece in pieces:
@@ -62,9 +62,9 @@ def carried_out(shape, schedule, whole):
             values.append(have[piece.source][slices_in(piece.box, block)])
         for piece, value in zip(pieces, values, strict=True):
             at = slices_in(piece.box, schedule.target[piece.target])
-            made[piece.target][at] = value
+            blocks[piece.target][at] = value
             written[piece.target][at] += 1
-    return made, written
+    return blocks, written
 
 
 @hypothesis.given(cases())
@@ -73,11 +73,11 @@ def test_any_layout_becomes_any_other(case):
     schedule = schedule_for(
         shape, source, target, max_elements=most, locality=lambda device: ord(device) // group
     )
-    whole = np.arange(1, math.prod(shape) + 1).reshape(shape)
-    made, written = carried_out(shape, schedule, whole)
-    assert [*made] == [*target]
+    array = np.arange(1, math.prod(shape) + 1).reshape(shape)
+    blocks, written = carried_out(shape, schedule, array)
+    assert [*blocks] == [*target]
     for device, index in target.items():
-        np.testing.assert_array_equal(made[device], whole[index])
+        np.testing.assert_array_equal(blocks[device], array[index])
         assert (written[device] == 1).all()
     for pieces in [*schedule.local_rounds, *schedule.transfer_rounds]:
         assert len({box_shape(piece.box) for piece in pieces}) == 1

@@ -33,11 +33,11 @@ def values(shape, dtype, seed=0):
     return np.asarray(numbers).astype(jnp.dtype(dtype))
 
 
-def assert_equal(array, wanted):
+def assert_equal(array, expected):
     """All blocks, on all devices, bit by bit."""
-    assert array.dtype == wanted.dtype
+    assert array.dtype == expected.dtype
     for shard in array.addressable_shards:
-        assert np.asarray(shard.data).tobytes() == wanted[shard.index].tobytes()
+        assert np.asarray(shard.data).tobytes() == expected[shard.index].tobytes()
 
 
 ADVICE = (
@@ -324,14 +324,14 @@ def test_a_bound_on_memory(spec, monkeypatch):
 
     def alive():
         # Looking at the shards of others would keep them alive in JAX 0.10.
-        found = dict.fromkeys(jax.devices(), 0)
+        alive_bytes = dict.fromkeys(jax.devices(), 0)
         for _, device, size in {
             (array.unsafe_buffer_pointer(), *array.devices(), array.nbytes)
             for array in jax.live_arrays()
             if len(array.devices()) == 1
         }:
-            found[device] += size
-        return found
+            alive_bytes[device] += size
+        return alive_bytes
 
     block = after.shard(np.zeros(x.shape, np.float32), spec).addressable_shards[0].data.nbytes
     gc.collect()

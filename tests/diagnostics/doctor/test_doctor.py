@@ -53,9 +53,9 @@ def test_a_healthy_process_runs_a_program_on_each_device(monkeypatch):
 )
 def test_a_process_that_fails(begin, text, what):
     begin(text)
-    [found] = open_devices({}, LONG).findings
-    assert found.what.splitlines()[:2] == [what, '     almost']
-    assert found.cure == 'see its output above, which comes from JAX and its plugins'
+    [finding] = open_devices({}, LONG).findings
+    assert finding.what.splitlines()[:2] == [what, '     almost']
+    assert finding.cure == 'see its output above, which comes from JAX and its plugins'
 
 
 @pytest.mark.medium
@@ -67,16 +67,16 @@ def test_scalax_is_found_where_it_is_not_installed(begin):
         '    os._exit(3)\n'
         'atexit.register(leave)\n'
     )
-    [found] = open_devices({}, LONG).findings
-    assert found.what.endswith(f'\n     {ROOT}')
+    [finding] = open_devices({}, LONG).findings
+    assert finding.what.endswith(f'\n     {ROOT}')
 
 
 @pytest.mark.medium
 def test_a_process_that_prints_a_line_without_end(begin):
     # Patterns that search the whole of it take hours.
     begin('import os\nprint("x" * (1 << 21), flush=True)\nos._exit(3)')
-    [found] = open_devices({}, LONG).findings
-    assert found.what.startswith('starting Python failed (exit code 3)') and len(found.what) < 1000
+    [finding] = open_devices({}, LONG).findings
+    assert finding.what.startswith('starting Python failed (exit code 3)') and len(finding.what) < 1000
 
 
 @pytest.mark.slow
@@ -93,9 +93,9 @@ def test_what_hangs_is_ended_with_what_it_started(begin, tmp_path):
         'time.sleep(300)\n'
     )
     begin(text)
-    [found] = open_devices({}, 20).findings
-    assert found.what.startswith('starting Python has not ended after ')
-    assert found.cure == 'try again, with a longer --timeout'
+    [finding] = open_devices({}, 20).findings
+    assert finding.what.startswith('starting Python has not ended after ')
+    assert finding.cure == 'try again, with a longer --timeout'
     assert (tmp_path / 'both').exists()
     pid, deadline = int((tmp_path / 'pid').read_text()), time.monotonic() + 60
     while _runs(pid) and time.monotonic() < deadline:
@@ -115,8 +115,8 @@ def test_what_has_left_the_group_is_not_waited_for(begin, tmp_path):
         'os._exit(0)\n'
     )
     try:
-        [found] = open_devices({}, LONG).findings
-        assert found.what == 'starting Python failed (exit code 0)'
+        [finding] = open_devices({}, LONG).findings
+        assert finding.what == 'starting Python failed (exit code 0)'
     finally:
         os.kill(int((tmp_path / 'pid').read_text()), signal.SIGKILL)
 
@@ -140,8 +140,8 @@ def _runs(pid):
 )
 def test_variables_with_which_nothing_opens(monkeypatch, name, value, what):
     monkeypatch.setenv(name, value)
-    [found] = open_devices({}, LONG).findings
-    assert what in found.what and found.cure == _known_cure(found.what)
+    [finding] = open_devices({}, LONG).findings
+    assert what in finding.what and finding.cure == _known_cure(finding.what)
 
 
 def no_driver():
@@ -185,8 +185,8 @@ def test_processes_that_disagree(pair):
         )
         for index in range(2)
     ]
-    said = [process.communicate(timeout=LONG * 2)[0].splitlines() for process in running]
-    for index, lines in enumerate(said):
+    outputs = [process.communicate(timeout=LONG * 2)[0].splitlines() for process in running]
+    for index, lines in enumerate(outputs):
         assert lines[:2] == [
             str(index),
             'the processes disagree about jax: 0.10.0 on process 0; 0.10.1 on process 1 1',
@@ -197,18 +197,18 @@ def test_processes_that_disagree(pair):
 @pytest.mark.slow
 def test_a_process_that_waits_for_others_is_told_so(pair, monkeypatch):
     monkeypatch.setenv('JAX_PROCESS_ID', '1')
-    [found] = open_devices({}, 25).findings
-    assert found.what.startswith('joining the other processes ')
-    assert 'waiting for the other processes at 127.0.0.1' in found.what
+    [finding] = open_devices({}, 25).findings
+    assert finding.what.startswith('joining the other processes ')
+    assert 'waiting for the other processes at 127.0.0.1' in finding.what
 
 
 def test_who_disagrees():
     rows = [{'jax': '1'} for _ in range(8)] + [{'jax': '2'}]
-    [found] = _disagreements(rows)
-    assert found.what.endswith('jax: 1 on processes 0, 1, 2, 3 and 4 more; 2 on process 8')
+    [finding] = _disagreements(rows)
+    assert finding.what.endswith('jax: 1 on processes 0, 1, 2, 3 and 4 more; 2 on process 8')
     assert not [*_disagreements(rows[:8])] and not [*_disagreements(())]
-    [found] = _disagreements([{}, {'a': 'x'}])
-    assert found.what.endswith('a: not set on process 0; x on process 1')
+    [finding] = _disagreements([{}, {'a': 'x'}])
+    assert finding.what.endswith('a: not set on process 0; x on process 1')
 
 
 # Lines as users have reported them.
@@ -248,20 +248,20 @@ def test_this_installation():
 )
 def test_variables(environ, present, what):
     settings = ['jax_enable_x64', 'jax_platforms', 'check_vma']
-    found = environment.wrong_variables(environ, settings, present)
-    assert [finding.what for finding in found] == what
+    findings = environment.wrong_variables(environ, settings, present)
+    assert [finding.what for finding in findings] == what
 
 
 def test_devices_without_a_package():
     assert not [*environment.missing_plugins(['TPU', 'NVIDIA'], ['libtpu', 'jax-cuda13-plugin'])]
-    [found] = environment.missing_plugins(['TPU', 'NVIDIA'], ['libtpu', 'jax'])
-    assert 'NVIDIA' in found.what and 'jax[cuda13]' in found.cure
+    [finding] = environment.missing_plugins(['TPU', 'NVIDIA'], ['libtpu', 'jax'])
+    assert 'NVIDIA' in finding.what and 'jax[cuda13]' in finding.cure
 
 
 def test_compilers_that_jax_does_not_load():
     assert not [*environment.wrong_compilers({'jaxlib': '1.2', 'jax-cuda12-pjrt': '1.2'})]
-    [found] = environment.wrong_compilers({'jaxlib': '1.2', 'jax-cuda12-pjrt': '1.1'})
-    assert found == (
+    [finding] = environment.wrong_compilers({'jaxlib': '1.2', 'jax-cuda12-pjrt': '1.1'})
+    assert finding == (
         'jax-cuda12-pjrt 1.1 does not fit jaxlib 1.2',
         'pip install jax-cuda12-plugin==1.2',
     )
@@ -270,12 +270,12 @@ def test_compilers_that_jax_does_not_load():
 @pytest.mark.medium
 def test_a_diagnosis(monkeypatch):
     monkeypatch.setenv('JAX_ENABLE_X46', '\x1b[31m1')
-    found = diagnose(LONG)
-    assert isinstance(found, Diagnosis)
-    text = str(found)
+    result = diagnose(LONG)
+    assert isinstance(result, Diagnosis)
+    text = str(result)
     assert '\x1b' not in text and 'JAX_ENABLE_X46=\\x1b[31m1' in text
     assert '1. JAX_ENABLE_X46 is set, but JAX has no such setting' in text and '   cure: did you mean' in text
-    values = found.to_dict()
+    values = result.to_dict()
     assert values['process'] == 0
     assert {'what': 'JAX_ENABLE_X46 is set, but JAX has no such setting'}.items() <= values['findings'][
         0

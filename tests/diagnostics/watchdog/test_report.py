@@ -20,8 +20,8 @@ from scalax.errors import ArgumentError
 def at(
     process: int, phase: str = state.COMPUTING, step: int = 7, silent: float = 0.0, **more: Any
 ) -> ProcessState:
-    given = {'line': 'train.py:30 in train', 'before': '', 'ago': 95.0, 'since': 94.0, **more}
-    return ProcessState(process, 'gpu-07', 40 + process, step, phase=phase, silent=silent, **given)
+    fields = {'line': 'train.py:30 in train', 'before': '', 'ago': 95.0, 'since': 94.0, **more}
+    return ProcessState(process, 'gpu-07', 40 + process, step, phase=phase, silent=silent, **fields)
 
 
 def said(*states: ProcessState, late: bool = True, usual: float = 0.8, address: str = 'gpu-00:1234') -> str:
@@ -95,7 +95,7 @@ def test_what_a_process_that_is_behind_does(phase: str, text: str) -> None:
 )
 def test_who_is_behind(states: tuple[ProcessState, ...], behind: set[int]) -> None:
     text = said(*states)
-    assert {one.process for one in states if f'process {one.process} (' in text} == behind
+    assert {item.process for item in states if f'process {item.process} (' in text} == behind
 
 
 def test_nothing_is_said_without_a_reason() -> None:
@@ -117,7 +117,7 @@ def test_messages_come_back() -> None:
 def test_a_message_holds_as_many_states_as_fit() -> None:
     data = watch._encode('a', [at(i, line='x' * 200) for i in range(4096)])
     text, states = watch._decode(data)
-    assert text == 'a' and [one.process for one in states] == [*range(128)]
+    assert text == 'a' and [item.process for item in states] == [*range(128)]
     assert len(datagrams.Client(SECRET).request(data)) <= watch._MAX_MESSAGE
 
 
@@ -150,16 +150,16 @@ def test_process_0_answers_with_its_own_state_alone() -> None:
         answer = client.read_response(exchanged(zero, other, client.request(told)))
         assert answer is not None
         _, states = watch._decode(answer)
-    assert [one.process for one in states] == [0] and zero._received[3].step == 9
+    assert [item.process for item in states] == [0] and zero._received[3].step == 9
 
 
 def test_a_process_tells_again_once_it_knows_the_nonce() -> None:
     with process_0(SECRET) as (zero, other):
-        one = watch.Watchdog(f'localhost:{other.getpeername()[1]}', 1, 4, None, 20, SECRET)
-        with one._socket:
-            one._state = at(1, step=5)
-            one._send_state()
-            for side in (zero, one, zero):
+        watchdog = watch.Watchdog(f'localhost:{other.getpeername()[1]}', 1, 4, None, 20, SECRET)
+        with watchdog._socket:
+            watchdog._state = at(1, step=5)
+            watchdog._send_state()
+            for side in (zero, watchdog, zero):
                 side._listen(time.monotonic() + 0.05)
     assert zero._received[1].step == 5
 
@@ -261,10 +261,10 @@ def test_the_functions_that_stacks_are_read_by_exist() -> None:
     named = {name for names in state.FUNCTIONS.values() for name in names} | {*state.THREADS.values()}
     assert named == {*homes}
     for name, home in homes.items():
-        found: Any = importlib.import_module(f'scalax.{home}')
+        value: Any = importlib.import_module(f'scalax.{home}')
         for part in name.split('.'):
-            found = getattr(found, part)
-        assert found.__code__.co_qualname == name
+            value = getattr(value, part)
+        assert value.__code__.co_qualname == name
 
 
 def test_how_long_a_step_may_take(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -273,19 +273,19 @@ def test_how_long_a_step_may_take(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     monkeypatch.setattr(state.time, 'monotonic', lambda: clock[0])
     monkeypatch.setattr(state.recorded, 'step', (0, 0.0, 0))
     monkeypatch.setattr(state.recorded, 'thread', threading.get_ident())
-    one = watch.Watchdog('localhost:0', 0, 1, None, 20)
-    with one._socket:
+    watchdog = watch.Watchdog('localhost:0', 0, 1, None, 20)
+    with watchdog._socket:
         for step in range(1, 8):
             clock[0] += 1.0
             state.record_step(step)
             state.record_step(step)  # by a checkpointer
-            one._received[0] = state.sample_state(0, None)
-            one._detect_stragglers()
-        assert list(one._seconds) == [1.0] * 6
+            watchdog._received[0] = state.sample_state(0, None)
+            watchdog._detect_stragglers()
+        assert list(watchdog._seconds) == [1.0] * 6
         for later, reports in ((25.0, 0), (35.0, 1), (40.0, 1), (100.0, 2)):
             clock[0] = 7.0 + later
-            one._received[0] = state.sample_state(0, None)
-            one._detect_stragglers()
+            watchdog._received[0] = state.sample_state(0, None)
+            watchdog._detect_stragglers()
             assert len(caplog.records) == reports
         assert (
             caplog.records[0]

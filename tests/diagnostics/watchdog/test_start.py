@@ -32,7 +32,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    ('given', 'secret', 'starts', 'later', 'warns'),
+    ('options', 'secret', 'starts', 'later', 'warns'),
     [
         ((HERE, 2, 0), b'', True, False, False),
         ((HERE, 2, 1), SECRET, True, False, False),
@@ -45,7 +45,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     ],
 )
 def test_at_the_start(
-    given: tuple[Any, ...],
+    options: tuple[Any, ...],
     secret: bytes,
     starts: bool,
     later: bool,
@@ -54,9 +54,9 @@ def test_at_the_start(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     distributed._start_or_defer_watchdog(
-        distributed._ProcessSettings(*given), distributed._WatchdogSettings(None, 20.0, secret)
+        distributed._ProcessSettings(*options), distributed._WatchdogSettings(None, 20.0, secret)
     )
-    address, count, index = given
+    address, count, index = options
     assert started == ([(address, index, count, secret, True)] if starts else [])
     assert len(distributed._deferred_watchdogs) == later
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
@@ -67,7 +67,7 @@ def test_at_the_start(
 
 
 @pytest.mark.parametrize(
-    ('first', 'second', 'known'),
+    ('first', 'second', 'is_known'),
     [
         (b'', b'', True),
         (b'', b'', False),
@@ -81,7 +81,7 @@ def test_at_the_start(
 def test_at_the_first_step(
     first: bytes,
     second: bytes,
-    known: bool,
+    is_known: bool,
     started: list[Any],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -97,16 +97,16 @@ def test_at_the_first_step(
     monkeypatch.setattr(distributed.jax, 'process_count', lambda: 2)
     monkeypatch.setattr(distributed, 'local_address', lambda: '10.0.0.1:7')
     for process, secret in enumerate((first, second)):
-        given = distributed._ProcessSettings(*((KNOWN, 2, process) if known else (None, None, None)))
-        distributed._start_or_defer_watchdog(given, distributed._WatchdogSettings(None, 20.0, secret))
+        settings = distributed._ProcessSettings(*((KNOWN, 2, process) if is_known else (None, None, None)))
+        distributed._start_or_defer_watchdog(settings, distributed._WatchdogSettings(None, 20.0, secret))
         monkeypatch.setattr(distributed.jax, 'process_index', lambda process=process: process)
         distributed._start_deferred_watchdog(distributed._deferred_watchdogs.pop())
-    address = KNOWN if known else '10.0.0.1:7'
+    address = KNOWN if is_known else '10.0.0.1:7'
     warnings = [text for record in caplog.records if 'is not that' in (text := record.getMessage())]
     if first == second:
         assert [watch[:3] for watch in started] == [(address, 0, 2), (address, 1, 2)]
-        made = {watch[3] for watch in started}
-        assert made == {first} if first else len(made) == 1 and len(made.pop()) == 32
+        secrets = {watch[3] for watch in started}
+        assert secrets == {first} if first else len(secrets) == 1 and len(secrets.pop()) == 32
         assert {watch[4] for watch in started} == {bool(first)}
         assert not warnings
     else:

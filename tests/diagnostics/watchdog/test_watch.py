@@ -19,11 +19,11 @@ PROGRAM = ROOT / 'tests' / 'support' / 'watched_program.py'
 HEAD = re.compile(r'\d+ s have passed since step (\d+)( \(a step usually takes [\d.]+ s\))?')
 
 
-def line_of(text: str, place: int = 0) -> str:
+def line_of(text: str, position: int = 0) -> str:
     """A line of the program, as it is named."""
     lines = PROGRAM.read_text().splitlines()
     numbers = [number for number, line in enumerate(lines, 1) if text in line]
-    return f'{PROGRAM.name}:{numbers[place]}'
+    return f'{PROGRAM.name}:{numbers[position]}'
 
 
 @contextlib.contextmanager
@@ -55,9 +55,9 @@ def said(two: Running, index: int) -> str:
     """The report of a process, once it has logged one; the numbers of seconds are left out."""
     two.wait_for(re.compile(r'What to do: .*\n'), index)
     text = two.output(index)
-    found = re.search(r'^\d+ s have passed.*?^What to do: [^\n]*$', text, re.MULTILINE | re.DOTALL)
-    assert found, text
-    return re.sub(r'\d+ s\b', 'N s', re.sub(r'takes [\d.]+ s', 'takes N s', found[0]))
+    lines = re.search(r'^\d+ s have passed.*?^What to do: [^\n]*$', text, re.MULTILINE | re.DOTALL)
+    assert lines, text
+    return re.sub(r'\d+ s\b', 'N s', re.sub(r'takes [\d.]+ s', 'takes N s', lines[0]))
 
 
 def expected(stuck: Running, index: int, how: str, what: str, address: str) -> str:
@@ -144,4 +144,4 @@ def test_a_slow_step_is_no_alarm(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(['doctor', '--run', address, '--json']) == ExitCode.DONE
         told = json.loads(capsys.readouterr().out)
         assert told['report'] == ''
-        assert [one['pid'] for one in told['processes']] == [process.pid for process in two.processes]
+        assert [line['pid'] for line in told['processes']] == [process.pid for process in two.processes]
