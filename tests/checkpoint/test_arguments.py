@@ -46,12 +46,12 @@ def test_options(tmp_path: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize('directory', ['', 3, None, b'run'], ids=repr)
-def test_what_is_no_directory(directory: Any) -> None:
+def test_invalid_directories(directory: Any) -> None:
     assert message(Checkpointer, directory) == f'Checkpointer: directory has to be a path, got {directory!r}'
 
 
 @pytest.mark.parametrize('data', [3, [1], 'position'], ids=repr)
-def test_what_cannot_be_given_a_state(saved: Path, data: Any) -> None:
+def test_data_iterators_without_set_state(saved: Path, data: Any) -> None:
     assert message(Checkpointer(saved).restore, HELPER, P(), STATE, data=data) == (
         f'restore: data has to be an iterator with set_state(), got {data!r}. To read a data state that '
         'was saved as bytes or as a value, use Checkpointer.data()'
@@ -59,7 +59,7 @@ def test_what_cannot_be_given_a_state(saved: Path, data: Any) -> None:
 
 
 @pytest.mark.parametrize('step', [7.0, 6.5, -1, True, '7', np.float32(7), None], ids=repr)
-def test_what_is_no_step(saved: Path, step: Any) -> None:
+def test_invalid_steps(saved: Path, step: Any) -> None:
     with Checkpointer(saved) as checkpointer:
         expected = f'step has to be an integer of at least 0, got {step!r}'
         assert message(checkpointer.save, step, STATE) == expected
@@ -108,7 +108,7 @@ def test_regexes(saved: Path, options: dict[str, Any], expected: str) -> None:
     assert message(Checkpointer(saved).restore, HELPER, P(), STATE, **options) == expected
 
 
-def test_a_part_that_is_not_there_is_not_taken_for_restored(saved: Path, snapshot: Snapshot) -> None:
+def test_only_that_matches_no_leaf(saved: Path, snapshot: Snapshot) -> None:
     checkpointer = Checkpointer(saved)
     with snapshot.raises(CheckpointError):
         checkpointer.restore(HELPER, P(), STATE, only='^parms/')
@@ -136,7 +136,7 @@ def test_mappings_of_safetensors(tmp_path: Path, mapping: Any, expected: str) ->
     ids=repr,
 )
 @pytest.mark.parametrize('kind', ['dict', 'function'])
-def test_destinations_that_are_not_paths(tmp_path: Path, destination: Any, kind: str) -> None:
+def test_invalid_destinations(tmp_path: Path, destination: Any, kind: str) -> None:
     file = tmp_path / 'model.safetensors'
     tree = {'w': np.ones(8, np.float32), 'b': np.ones(8, np.float32)}
     save_file(tree, file)
@@ -151,7 +151,7 @@ def test_destinations_that_are_not_paths(tmp_path: Path, destination: Any, kind:
     assert message(HELPER.reshard, HELPER.shard(tree, P()), P(), mapping=mapping) == expected
 
 
-def test_axes_that_are_not_a_sequence(tmp_path: Path) -> None:
+def test_invalid_axes(tmp_path: Path) -> None:
     tree = HELPER.shard({'p': np.ones(8, np.float32), 'b': np.ones(8, np.float32)}, P())
     error = message(HELPER.reshard, tree, P(), mapping=[('p', 'q', 3), ('b', 'b')])
     assert error.startswith("mapping: these destinations are not paths:\n  p: ('q', 3)\n")
@@ -169,7 +169,7 @@ def test_axes_that_are_not_a_sequence(tmp_path: Path) -> None:
     ],
     ids=['number', 'name', 'function'],
 )
-def test_replacements_that_do_not_fit(saved: Path, tmp_path: Path, replacement: Any, problem: str) -> None:
+def test_invalid_replacements(saved: Path, tmp_path: Path, replacement: Any, problem: str) -> None:
     file = tmp_path / 'model.safetensors'
     save_file({'w': np.ones(8, np.float32)}, file)
     pairs = [('(w)', replacement)]
@@ -178,7 +178,7 @@ def test_replacements_that_do_not_fit(saved: Path, tmp_path: Path, replacement: 
 
 
 @pytest.mark.parametrize('files', [3, None, b'x'], ids=repr)
-def test_what_are_no_files_of_safetensors(files: Any) -> None:
+def test_invalid_files_of_safetensors(files: Any) -> None:
     assert message(load_safetensors, HELPER, files, P()) == (
         f'load_safetensors: files has to be a path or a list of paths, got {files!r}'
     )
@@ -190,7 +190,7 @@ def test_what_are_no_files_of_safetensors(files: Any) -> None:
 # --- Leaves of other dtypes than JAX's -----------------------------------------------------------
 
 
-def test_wide_arrays_are_saved_as_jax_holds_them(tmp_path: Path) -> None:
+def test_64_bit_arrays_are_saved_in_the_dtype_of_jax(tmp_path: Path) -> None:
     """What comes back is what was saved, and no cast has to be asked for."""
 
     def init() -> Any:
@@ -234,7 +234,7 @@ def test_narrow_dtypes(tmp_path: Path) -> None:
             np.testing.assert_array_equal(np.asarray(array), arrays[name])
 
 
-def test_dtypes_that_orbax_does_not_write(tmp_path: Path) -> None:
+def test_dtypes_unsupported_by_orbax(tmp_path: Path) -> None:
     arrays = {name: np.ones(8, name) for name in ('uint2', 'uint4')}
     state = {'numpy': arrays, 'placed': HELPER.shard(arrays, P('fsdp'))}
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(CheckpointError) as caught:
@@ -250,7 +250,7 @@ def test_dtypes_that_orbax_does_not_write(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_values_that_jax_has_no_room_for_cannot_be_saved(tmp_path: Path) -> None:
+def test_values_that_overflow_the_dtype_of_jax(tmp_path: Path) -> None:
     state = {
         'a': np.array([0, 2**31]),
         'b': np.float64(1e300),
@@ -272,7 +272,7 @@ def test_values_that_jax_has_no_room_for_cannot_be_saved(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_paths_that_are_the_same_are_found_in_one_pass() -> None:
+def test_repeated_paths_are_found_in_one_pass() -> None:
     passes = []
 
     class Paths(list[str]):

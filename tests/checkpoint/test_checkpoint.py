@@ -75,7 +75,7 @@ def test_every_leaf_on_other_meshes(tmp_path: Path, shape: tuple[int, ...]) -> N
 
 
 @pytest.mark.medium
-def test_what_like_may_be(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_forms_of_like(tmp_path: Path, helper: MeshShardingHelper) -> None:
     """A function, one with its arguments bound, arrays, structs: all give the same."""
     optimizer = optax.adamw(1e-3)
 
@@ -101,7 +101,7 @@ def test_what_like_may_be(tmp_path: Path, helper: MeshShardingHelper) -> None:
         assert_equal(restored, {name: leaf for name, leaf in expected.items() if name != 'key'})
 
 
-def test_a_function_is_looked_at_and_not_run(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_function_is_traced_and_not_run(tmp_path: Path, helper: MeshShardingHelper) -> None:
     checkpointer = save(tmp_path, small(helper))
 
     def init() -> Any:
@@ -114,9 +114,7 @@ def test_a_function_is_looked_at_and_not_run(tmp_path: Path, helper: MeshShardin
     assert_equal(checkpointer.restore(helper, RULE, init), like)
 
 
-def test_what_processes_tell_one_another_is_gone_once_a_step_is_there(
-    tmp_path: Path, helper: MeshShardingHelper
-) -> None:
+def test_temporary_files_are_removed_by_the_commit(tmp_path: Path, helper: MeshShardingHelper) -> None:
     save(tmp_path, small(helper))
     assert [path.name for path in tmp_path.rglob('files.*')] == ['files.json']
 
@@ -134,7 +132,7 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(tmp_path: Path, helper: M
     assert_equal(Checkpointer(tmp_path).restore(helper, P('fsdp', 'tp'), state), expected)
 
 
-def test_dtypes_change_only_where_asked(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_dtypes_change_only_with_cast(tmp_path: Path, helper: MeshShardingHelper) -> None:
     checkpointer = save(tmp_path, small(helper))
     like = jax.eval_shape(
         lambda: {**small(helper), 'params': jax.tree.map(jnp.bfloat16, small(helper)['params'])}
@@ -196,7 +194,7 @@ def test_other_memory_and_explicit_axes(tmp_path: Path, helper: MeshShardingHelp
     assert_equal(restored, state)
 
 
-def test_a_part(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_partial_restore(tmp_path: Path, helper: MeshShardingHelper) -> None:
     state = small(helper)
     checkpointer = save(tmp_path, state)
     # A subtree, and nothing else of what was saved.
@@ -216,7 +214,7 @@ def test_a_part(tmp_path: Path, helper: MeshShardingHelper) -> None:
     assert abstract['new'].sharding.spec == P('fsdp')
 
 
-def test_other_paths(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_renamed_paths(tmp_path: Path, helper: MeshShardingHelper) -> None:
     state = small(helper)
     checkpointer = save(tmp_path, state)
     like = {'model': {'dense': {'kernel': state['params']['w'], 'bias': state['params']['b']}}, 'count': 0}
@@ -230,7 +228,7 @@ def test_other_paths(tmp_path: Path, helper: MeshShardingHelper) -> None:
     )
 
 
-def test_what_does_not_fit_is_named(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_mismatches_are_listed(tmp_path: Path, helper: MeshShardingHelper) -> None:
     state = small(helper)
     checkpointer = save(tmp_path, state)
     like = {
@@ -260,9 +258,7 @@ def test_description(tmp_path: Path, helper: MeshShardingHelper) -> None:
 
 @pytest.mark.medium
 @pytest.mark.parametrize('impl', ['rbg', 'unsafe_rbg'])
-def test_keys_are_of_the_kind_that_is_asked_for(
-    tmp_path: Path, helper: MeshShardingHelper, impl: str
-) -> None:
+def test_key_implementations(tmp_path: Path, helper: MeshShardingHelper, impl: str) -> None:
     state = {'a/b': jax.random.key(0, impl='rbg'), 'a.b': np.zeros(2, np.uint32)}
     checkpointer = save(tmp_path, state)
     like = {**state, 'a/b': jax.random.key(1, impl=impl)}
@@ -314,7 +310,7 @@ def test_which_steps_are_saved_and_kept(tmp_path: Path, helper: MeshShardingHelp
 
 
 @pytest.mark.medium
-def test_an_unfinished_step_is_not_seen_and_makes_way(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_unfinished_step_is_ignored_and_replaced(tmp_path: Path, helper: MeshShardingHelper) -> None:
     state = small(helper)
     save(tmp_path, state, 1)
     unfinished = tmp_path / '2.orbax-checkpoint-tmp'
@@ -394,9 +390,7 @@ def test_threads_take_turns(tmp_path: Path, helper: MeshShardingHelper) -> None:
     checkpointer.close()
 
 
-def test_a_run_that_has_not_looked_for_steps_does_not_save_before_them(
-    tmp_path: Path, helper: MeshShardingHelper
-) -> None:
+def test_save_before_existing_steps_is_an_error(tmp_path: Path, helper: MeshShardingHelper) -> None:
     """Nor does it take the directory from a run that goes on there."""
     with Checkpointer(tmp_path) as first, Checkpointer(tmp_path) as second:
         assert first.save(5, small(helper))
@@ -443,9 +437,7 @@ def test_lists_of_modules(tmp_path: Path, helper: MeshShardingHelper) -> None:
 # --- What cannot be saved ------------------------------------------------------------------------
 
 
-def test_leaves_that_cannot_be_saved_are_named(
-    tmp_path: Path, helper: MeshShardingHelper, snapshot: Snapshot
-) -> None:
+def test_unsavable_leaves_are_listed(tmp_path: Path, helper: MeshShardingHelper, snapshot: Snapshot) -> None:
     gone = jnp.ones(3)
     gone.delete()
     state = {
@@ -480,7 +472,7 @@ def test_without_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(caught.value) == ('checkpoints need Orbax: pip install orbax-checkpoint')
 
 
-def test_an_orbax_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orbax_that_fails_to_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is installed: to install it is no help."""
     monkeypatch.delitem(sys.modules, 'orbax.checkpoint')
     (tmp_path / 'orbax' / 'checkpoint').mkdir(parents=True)
@@ -501,7 +493,7 @@ def test_a_mesh_without_devices(tmp_path: Path) -> None:
 
 
 @pytest.mark.medium
-def test_orbax_by_hand_both_ways(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_interchange_with_orbax(tmp_path: Path, helper: MeshShardingHelper) -> None:
     state = {**small(helper), 'key': jax.random.key(1), 'step': 2}
     save(tmp_path / 'ours', state)
     by_orbax = ocp.StandardCheckpointer().restore(tmp_path / 'ours' / '1' / 'state')
@@ -522,7 +514,7 @@ def test_orbax_by_hand_both_ways(tmp_path: Path, helper: MeshShardingHelper) -> 
     )
 
 
-def test_the_folder_may_be_relative(
+def test_relative_directory(
     tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -533,7 +525,7 @@ def test_the_folder_may_be_relative(
     assert (tmp_path / 'somewhere' / '1').is_dir()
 
 
-def test_what_differs_is_said_once_and_whole() -> None:
+def test_differences_are_reported_once_and_in_full() -> None:
     """Paths may hold a colon, and layers may be many."""
     saved = {
         'a: b': jax.ShapeDtypeStruct((3,), 'float32'),

@@ -84,7 +84,7 @@ def test_no_truncated_or_missing_file_is_restored(three: Path, helper: MeshShard
 
 
 @pytest.mark.medium
-def test_no_flipped_byte_is_restored_if_asked(three: Path, helper: MeshShardingHelper) -> None:
+def test_verify_detects_every_flipped_byte(three: Path, helper: MeshShardingHelper) -> None:
     rng = np.random.default_rng(0)
     where = three / '3' / 'state'
     for path in files(three / '3'):
@@ -104,7 +104,7 @@ def test_no_flipped_byte_is_restored_if_asked(three: Path, helper: MeshShardingH
     assert_restores(three, helper, 3, verify=True)
 
 
-def test_a_flipped_byte_is_not_noticed_unless_asked(three: Path, helper: MeshShardingHelper) -> None:
+def test_flipped_byte_without_verify(three: Path, helper: MeshShardingHelper) -> None:
     """Why there is `verify`: Orbax restores the wrong numbers, without a word."""
     path = max(files(three / '3'), key=lambda path: path.stat().st_size)
     damaged = bytearray(path.read_bytes())
@@ -114,7 +114,7 @@ def test_a_flipped_byte_is_not_noticed_unless_asked(three: Path, helper: MeshSha
     assert not np.array_equal(restored['w'], state(3)['w'])
 
 
-def test_the_list_of_files_itself(three: Path, helper: MeshShardingHelper) -> None:
+def test_damaged_manifest(three: Path, helper: MeshShardingHelper) -> None:
     listed = three / '3' / 'state' / 'scalax' / 'files.json'
     original = listed.read_text()
     for text in ('', original[: len(original) // 2], '[]'):
@@ -130,14 +130,14 @@ def test_the_list_of_files_itself(three: Path, helper: MeshShardingHelper) -> No
         assert_restores(three, helper, 2)
 
 
-def test_a_step_that_is_empty(three: Path, helper: MeshShardingHelper) -> None:
+def test_empty_step(three: Path, helper: MeshShardingHelper) -> None:
     (three / '3' / 'state').rename(three / '3' / 'elsewhere')
     with pytest.warns(CheckpointWarning, match='step 3: state is missing'):
         assert_restores(three, helper, 2)
 
 
 @pytest.mark.medium
-def test_damaged_steps_make_way(three: Path, helper: MeshShardingHelper) -> None:
+def test_damaged_steps_are_replaced(three: Path, helper: MeshShardingHelper) -> None:
     for step in ('2', '3'):
         (three / step / 'state' / 'manifest.ocdbt').unlink()
     with Checkpointer(three) as checkpointer:
@@ -162,7 +162,7 @@ def test_damaged_steps_make_way(three: Path, helper: MeshShardingHelper) -> None
     assert Checkpointer(three).latest_step() is None
 
 
-def test_without_checksums_nothing_can_be_verified(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_verify_without_checksums(tmp_path: Path, helper: MeshShardingHelper) -> None:
     with Checkpointer(tmp_path, checksums=False) as checkpointer:
         checkpointer.save(1, helper.shard(state(1), P('fsdp')))
     assert_restores(tmp_path, helper, 1)
@@ -172,7 +172,7 @@ def test_without_checksums_nothing_can_be_verified(tmp_path: Path, helper: MeshS
     )
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_unwritable_folder(tmp_path: Path, helper: MeshShardingHelper) -> None:
     file = tmp_path / 'file'
     file.touch()
     checkpointer = Checkpointer(file / 'below')
@@ -259,9 +259,7 @@ def test_a_full_disk(child: Any, tmp_path: Path, helper: MeshShardingHelper) -> 
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_while_it_saves(
-    child: Any, tmp_path: Path, helper: MeshShardingHelper
-) -> None:
+def test_process_killed_while_saving(child: Any, tmp_path: Path, helper: MeshShardingHelper) -> None:
     done = child(KILLED)
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr[-4000:]
     assert [*(tmp_path / 'run').glob('2.orbax-checkpoint-tmp-*')]
@@ -269,7 +267,7 @@ def test_a_process_that_is_killed_while_it_saves(
     assert_restores(tmp_path / 'run', helper, 1, verify=True)
 
 
-def test_ctrl_c_while_a_save_is_waited_for(
+def test_ctrl_c_while_waiting_for_a_save(
     tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The save goes on, and its step counts as one of those that are kept."""
@@ -303,9 +301,7 @@ def test_ctrl_c_while_a_save_is_waited_for(
     assert_restores(tmp_path, helper, 3, verify=True)
 
 
-def test_an_error_in_the_loop_is_not_hidden_by_one_of_a_save(
-    tmp_path: Path, helper: MeshShardingHelper
-) -> None:
+def test_error_of_the_loop_is_not_hidden_by_a_save_error(tmp_path: Path, helper: MeshShardingHelper) -> None:
     with pytest.raises(ZeroDivisionError) as caught, Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, helper.shard(state(1), P('fsdp')))
         # In the way of the rename that would make the step complete.

@@ -75,24 +75,24 @@ def assert_passed_over(folder: Path, message: str) -> None:
     ],
     ids=lambda text: text[:9],
 )
-def test_the_list_of_files(two: Path, text: str) -> None:
+def test_hostile_manifests(two: Path, text: str) -> None:
     write(two, 'scalax/files.json', text)
     assert_passed_over(two, 'scalax/files.json cannot be read: ')
 
 
 @pytest.mark.parametrize('name', ['../../1/state/_METADATA', '/etc/hostname', '', '.', 'd/../../x', 'a\0b'])
-def test_nothing_outside_of_the_folder_is_looked_at(two: Path, name: str) -> None:
+def test_paths_outside_of_the_folder_are_not_read(two: Path, name: str) -> None:
     write(two, 'scalax/files.json', json.dumps({name: [1, 2]}))
     assert_passed_over(two, f'scalax/files.json cannot be read: {name!r} is not a file of this checkpoint')
 
 
 @pytest.mark.parametrize('entry', [['1', 2], [1.5, 2], [-1, 2], [True, 2], [1, 'x']], ids=repr)
-def test_sizes_and_checksums_are_numbers(two: Path, entry: Any) -> None:
+def test_sizes_and_checksums_have_to_be_integers(two: Path, entry: Any) -> None:
     write(two, 'scalax/files.json', json.dumps({'_METADATA': entry}))
     assert_passed_over(two, "scalax/files.json cannot be read: '_METADATA' has no size and checksum")
 
 
-def test_an_empty_folder_is_no_step(two: Path) -> None:
+def test_empty_folder_is_not_a_step(two: Path) -> None:
     root = two / '2' / 'state'
     shutil.rmtree(root)
     root.mkdir()
@@ -100,7 +100,7 @@ def test_an_empty_folder_is_no_step(two: Path) -> None:
 
 
 @pytest.mark.parametrize('text', ['', DEEP, '{}', 'null'], ids=lambda text: text[:9])
-def test_what_orbax_cannot_read_is_not_deleted(two: Path, text: str) -> None:
+def test_unreadable_steps_are_not_deleted(two: Path, text: str) -> None:
     """Another Orbax may read it: the user decides."""
     write(two, '_METADATA', text)
     where = re.escape(f'the checkpoint of step 2 in {two} cannot be read: ')
@@ -114,13 +114,13 @@ def test_what_orbax_cannot_read_is_not_deleted(two: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize('text', [f'J{DEEP}', 'J{', '?', ''], ids=lambda text: text[:9])
-def test_the_state_of_an_iterator(two: Path, text: str) -> None:
+def test_hostile_data_states(two: Path, text: str) -> None:
     write(two, 'scalax/data.0-of-1', text)
     with pytest.raises(CheckpointError, match=re.escape(f'the checkpoint of step 2 in {two} cannot be read')):
         Checkpointer(two).data(2)
 
 
-def test_a_pipe_and_a_file_without_end(two: Path) -> None:
+def test_pipes_and_endless_files(two: Path) -> None:
     """Neither is opened: the one would be waited for, the other read for ever."""
     root = two / '2' / 'state'
     for name, make in (('pipe', os.mkfifo), ('zero', lambda path: os.symlink('/dev/zero', path))):
@@ -143,7 +143,7 @@ def test_a_pipe_and_a_file_without_end(two: Path) -> None:
     ],
     ids=lambda text: text[:9],
 )
-def test_a_damaged_file_of_the_writer(two: Path, text: str, why: str) -> None:
+def test_damaged_writer_file(two: Path, text: str, why: str) -> None:
     with Checkpointer(two) as checkpointer:
         checkpointer.restore(HELPER, P(), state(0))
         assert checkpointer.save(3, state(3))
@@ -159,7 +159,7 @@ def test_a_damaged_file_of_the_writer(two: Path, text: str, why: str) -> None:
     assert '). Delete the file if no other job writes there' in message
 
 
-def test_messages_steer_no_terminal(two: Path) -> None:
+def test_control_characters_in_messages(two: Path) -> None:
     bell = '\x1b[2J\u202e'
     shown = r'\x1b[2J\u202e'
     with Checkpointer(two) as old:

@@ -40,7 +40,7 @@ def test_orbax_replaces_the_step_of_another_writer(tmp_path: Path) -> None:
         assert first.restore(1)['w'][0, 0] == 1
 
 
-def test_orbax_commits_what_another_writer_has_half_written(tmp_path: Path) -> None:
+def test_orbax_commits_half_written_steps_of_another_writer(tmp_path: Path) -> None:
     written, released = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -63,7 +63,7 @@ def test_orbax_commits_what_another_writer_has_half_written(tmp_path: Path) -> N
     assert not [*(tmp_path / '1').glob('default')]
 
 
-def test_orbax_goes_on_from_a_step_of_which_a_file_is_missing(tmp_path: Path) -> None:
+def test_orbax_continues_from_a_step_with_a_missing_file(tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
             manager.save(step, args=ocp.args.StandardSave({'w': jnp.ones(8)}))
@@ -84,7 +84,7 @@ def test_orbax_restores_changed_bytes(tmp_path: Path) -> None:
     assert not np.array_equal(ocp.StandardCheckpointer().restore(root)['w'], tree['w'])
 
 
-def test_orbax_syncs_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orbax_does_not_sync_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorStore syncs the files of the arrays; their names, and the JSON beside them, may be lost."""
     synced: list[int] = []
     monkeypatch.setattr(os, 'fsync', synced.append)
@@ -92,13 +92,13 @@ def test_orbax_syncs_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert synced == []
 
 
-def test_orbax_restores_keys_of_another_kind_than_is_asked_for(tmp_path: Path) -> None:
+def test_orbax_ignores_the_requested_key_implementation(tmp_path: Path) -> None:
     root = saved(tmp_path / 'tree', {'key': jax.random.key(0)})
     asked = {'key': jax.eval_shape(lambda: jax.random.key(0, impl='rbg'))}
     assert ocp.StandardCheckpointer().restore(root, asked)['key'].dtype == jax.random.key(0).dtype
 
 
-def test_orbax_saves_one_of_two_leaves_with_one_name(tmp_path: Path) -> None:
+def test_orbax_saves_only_one_of_two_leaves_with_the_same_name(tmp_path: Path) -> None:
     root = saved(tmp_path / 'tree', {'a': {'b': jnp.zeros(2)}, 'a.b': jnp.ones(2)})
     restored = ocp.StandardCheckpointer().restore(root)
     assert restored['a']['b'].tolist() == restored['a.b'].tolist()

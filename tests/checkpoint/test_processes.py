@@ -64,7 +64,7 @@ def test_every_process_ended_well(request: pytest.FixtureRequest, processes: str
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize('shape', [(4, 2), (2, 4), (8,), (1,)], ids=str)
 @pytest.mark.parametrize('processes', ['two', pytest.param('four', marks=pytest.mark.slow)])
-def test_what_several_saved_is_restored_by_one(
+def test_one_process_restores_a_save_of_several(
     request: pytest.FixtureRequest, folder: Path, processes: str, shape: tuple[int, ...]
 ) -> None:
     outcome: Outcome = request.getfixturevalue(processes)

@@ -41,7 +41,7 @@ def write(path: Path, tensors: dict[str, np.ndarray]) -> Path:
     return path
 
 
-def test_every_dtype_bit_by_bit(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_every_dtype_is_bit_identical(tmp_path: Path, helper: MeshShardingHelper) -> None:
     names = {name: np.dtype(dtype) for name, dtype in DTYPES.items()}
     tensors = {f'a.{name}': bits((8, 4), dtype) for name, dtype in names.items() if dtype.name not in WIDE}
     assert len(tensors) == 16
@@ -55,7 +55,7 @@ def test_every_dtype_bit_by_bit(tmp_path: Path, helper: MeshShardingHelper) -> N
 @pytest.mark.parametrize(
     'spec', [P(), P('fsdp'), P('tp', 'fsdp'), P(None, None, ('fsdp', 'tp')), P(None, 'tp')], ids=str
 )
-def test_every_way_of_cutting(tmp_path: Path, helper: MeshShardingHelper, spec: P) -> None:
+def test_every_sharding(tmp_path: Path, helper: MeshShardingHelper, spec: P) -> None:
     x = bits((8, 4, 16), ml_dtypes.bfloat16)
     file = write(
         tmp_path / 'x.safetensors', {'x': x, 'scalar': bits((), 'int32'), 'none': bits((0, 3), 'int8')}
@@ -124,12 +124,12 @@ def test_names_by_a_function(tmp_path: Path, helper: MeshShardingHelper) -> None
     assert list(tree) == ['A.B']
 
 
-def test_names_by_a_function_that_knows_some_only(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_function_without_some_names(tmp_path: Path, helper: MeshShardingHelper) -> None:
     file = write(tmp_path / 'x.safetensors', {'a': bits((2,), 'int8'), 'b': bits((2,), 'int8')})
     assert '\n  b: not in the mapping\n' in error_of(helper, file, P(), lambda name: {'a': 'x'}[name])
 
 
-def test_a_mistake_in_a_function_of_names(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_error_in_a_function_of_names(tmp_path: Path, helper: MeshShardingHelper) -> None:
     file = write(tmp_path / 'x.safetensors', {'a': bits((2,), 'int8')})
     settings: dict[str, str] = {}
     with pytest.raises(KeyError, match='prefix'):
@@ -163,7 +163,7 @@ def test_errors_about_names(tmp_path: Path, helper: MeshShardingHelper) -> None:
     assert error_of(helper, file, P(), mapping) == (f'{head}  a.b: int8[2] does not have the axes (1, 0){do}')
 
 
-def test_rules_that_do_not_fit(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_rules_that_do_not_fit_the_tree(tmp_path: Path, helper: MeshShardingHelper) -> None:
     file = write(tmp_path / 'x.safetensors', {'a.b': bits((3,), 'int8')})
     with pytest.raises(ShardingError, match=re.escape('a/b: int8[3]')):
         load_safetensors(helper, file, P('fsdp'))
@@ -210,7 +210,7 @@ def test_errors_about_files(tmp_path: Path, helper: MeshShardingHelper) -> None:
     assert error_of(helper, [], P()) == 'load_safetensors: the list of files is empty'
 
 
-def test_files_that_are_none(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_invalid_files(tmp_path: Path, helper: MeshShardingHelper) -> None:
     """Nothing waits for a pipe, or reads a file that has no end."""
     os.mkfifo(tmp_path / 'pipe')
     (tmp_path / 'zero').symlink_to('/dev/zero')
@@ -229,7 +229,7 @@ def test_files_that_are_none(tmp_path: Path, helper: MeshShardingHelper) -> None
         assert error_of(helper, [file], P()) == f'{printable(str(file))} cannot be read: {why}'
 
 
-def test_a_file_that_is_replaced_while_it_is_loaded(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_file_replaced_while_loading(tmp_path: Path, helper: MeshShardingHelper) -> None:
     """The data is that of the file whose header was read."""
     x = bits((8, 4), 'int8')
     file = write(tmp_path / 'x.safetensors', {'x': x})
@@ -242,7 +242,7 @@ def test_a_file_that_is_replaced_while_it_is_loaded(tmp_path: Path, helper: Mesh
     np.testing.assert_array_equal(load_safetensors(helper, file, P('fsdp'), mapping)['x'], x)
 
 
-def test_a_file_that_is_truncated_while_it_is_loaded(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_file_truncated_while_loading(tmp_path: Path, helper: MeshShardingHelper) -> None:
     """An error: reading its memory would end the process."""
     file = write(tmp_path / 'x.safetensors', {'x': bits((1 << 16,), 'int8')})
 
@@ -256,7 +256,7 @@ def test_a_file_that_is_truncated_while_it_is_loaded(tmp_path: Path, helper: Mes
     )
 
 
-def test_a_pointer_of_git_lfs(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_git_lfs_pointer(tmp_path: Path, helper: MeshShardingHelper) -> None:
     file = tmp_path / 'model.safetensors'
     file.write_text('version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n')
     assert error_of(helper, tmp_path, P()) == (
@@ -265,9 +265,7 @@ def test_a_pointer_of_git_lfs(tmp_path: Path, helper: MeshShardingHelper) -> Non
     )
 
 
-def test_paths_that_lead_nowhere(
-    tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_paths(tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     why = 'cannot be read: No such file or directory'
     assert error_of(helper, 'scalax/model', P()) == f'scalax/model {why} in {tmp_path}'
@@ -288,7 +286,7 @@ def test_paths_that_lead_nowhere(
     ],
     ids=['empty', 'index'],
 )
-def test_paths_that_name_no_files(files: Any, text: str, helper: MeshShardingHelper) -> None:
+def test_invalid_lists_of_files(files: Any, text: str, helper: MeshShardingHelper) -> None:
     with pytest.raises(ArgumentError) as error:
         load_safetensors(helper, files, P())
     assert str(error.value) == f'load_safetensors: {text}'
@@ -297,7 +295,7 @@ def test_paths_that_name_no_files(files: Any, text: str, helper: MeshShardingHel
 @pytest.mark.parametrize(
     'destination', [5, ('y',), (None, (0,)), ('x', 5), ('x', 'a'), ('x', (0.0,))], ids=repr
 )
-def test_mappings_that_lead_nowhere(destination: Any, tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_destinations_of_other_types(destination: Any, tmp_path: Path, helper: MeshShardingHelper) -> None:
     file = write(tmp_path / 'x.safetensors', {'x': bits((2,), 'int8')})
     with pytest.raises(ArgumentError) as error:
         load_safetensors(helper, file, P(), {'x': destination})
@@ -310,7 +308,7 @@ def test_mappings_that_lead_nowhere(destination: Any, tmp_path: Path, helper: Me
 
 
 @pytest.mark.parametrize('axes', [(1,), ()], ids=repr)
-def test_axes_that_a_tensor_does_not_have(axes: Any, tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_axes_out_of_range(axes: Any, tmp_path: Path, helper: MeshShardingHelper) -> None:
     file = write(tmp_path / 'x.safetensors', {'x': bits((2,), 'int8')})
     assert error_of(helper, file, P(), {'x': ('x', axes)}) == (
         'the mapping does not fit the tensors of the files:\n'
@@ -319,7 +317,7 @@ def test_axes_that_a_tensor_does_not_have(axes: Any, tmp_path: Path, helper: Mes
     )
 
 
-def test_names_that_make_deep_trees(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_deep_leaf_paths(tmp_path: Path, helper: MeshShardingHelper) -> None:
     file = write(tmp_path / 'x.safetensors', {'.'.join('a' * 100): bits((2,), 'int8')})
     assert jax.tree.leaves(load_safetensors(helper, file, P()))[0].shape == (2,)
     write(file, {'.'.join('a' * 10**5): bits((2,), 'int8')})
@@ -328,6 +326,6 @@ def test_names_that_make_deep_trees(tmp_path: Path, helper: MeshShardingHelper) 
     assert ': goes to a path of more than 100 keys\nWhat to do: ' in message and len(message) < 500
 
 
-def test_names_steer_no_terminal(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_control_characters_in_names(tmp_path: Path, helper: MeshShardingHelper) -> None:
     file = write(tmp_path / 'x.safetensors', {'\x1b[2J': bits((2,), 'int8')})
     assert '\n  \\x1b[2J: not in the mapping\n' in error_of(helper, file, P(), {})

@@ -279,7 +279,7 @@ WHOLE = file_of(x().encode(), bytes(16))
     ],
     ids=['empty', '4 bytes', 'cut header', '2**64', '2**63', 'above the limit', 'a terabyte', 'cut data'],
 )
-def test_files_with_another_size_than_their_header_says(
+def test_file_sizes_that_contradict_the_header(
     tmp_path: Path,
     helper: MeshShardingHelper,
     monkeypatch: pytest.MonkeyPatch,
@@ -376,12 +376,12 @@ def compare(header: bytes, data: bytes) -> str:
 
 @hypothesis.given(st.randoms(use_true_random=False))
 @examples(200)
-def test_mutated_headers_are_read_as_by_the_library(rng: random.Random) -> None:
+def test_mutated_headers_against_the_library(rng: random.Random) -> None:
     header, size = random_header(rng)
     hypothesis.event(compare(header, DATA[:size]))
 
 
-def test_mutations_are_neither_too_wild_nor_too_tame() -> None:
+def test_mutations_give_valid_and_invalid_headers() -> None:
     counts = dict.fromkeys(('valid', 'rejected', 'stricter'), 0)
     for seed in range(600):
         header, size = random_header(random.Random(seed))
@@ -390,14 +390,14 @@ def test_mutations_are_neither_too_wild_nor_too_tame() -> None:
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_what_the_library_says_of_hostile_headers(case: str) -> None:
+def test_hostile_headers_in_the_library(case: str) -> None:
     header, _ = CASES[case]
     assert compare(header.encode() if isinstance(header, str) else header, bytes(16)) != 'valid'
 
 
 @hypothesis.given(st.randoms(use_true_random=False))
 @hypothesis.settings(examples(50), suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
-def test_mutated_files_raise_nothing_but_checkpoint_errors(
+def test_mutated_files_raise_only_checkpoint_errors(
     tmp_path: Path, helper: MeshShardingHelper, rng: random.Random
 ) -> None:
     header, size = random_header(rng)
@@ -415,7 +415,7 @@ def test_mutated_files_raise_nothing_but_checkpoint_errors(
         hypothesis.event('rejected')
 
 
-def test_the_dtypes_are_those_of_the_library() -> None:
+def test_dtypes_match_the_library() -> None:
     _, why = by_library(x(dtype='none').encode(), bytes(16))
     dtypes = why.partition('expected one of ')[2].partition(' at line')[0].replace('`', '').split(', ')
     assert sorted(dtypes) == sorted([*DTYPES, *SMALL_BITS])

@@ -70,7 +70,7 @@ NO_MAP = 'it has no weight_map, an object with the file of each tensor'
         (b'\xff', "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
     ],
 )
-def test_what_is_no_index(
+def test_invalid_indices(
     tmp_path: Path, helper: MeshShardingHelper, content: str | bytes, why: str | None
 ) -> None:
     index = tmp_path / INDEX
@@ -80,7 +80,7 @@ def test_what_is_no_index(
     assert error_of(helper, index) == head + (listed if why is None else f' {why}')
 
 
-def test_indices_that_are_no_files(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_indices_that_are_not_regular_files(tmp_path: Path, helper: MeshShardingHelper) -> None:
     for name, make, why in (
         ('none', lambda path: None, 'No such file or directory'),
         ('pipe', os.mkfifo, 'it is not a regular file'),
@@ -94,7 +94,7 @@ def test_indices_that_are_no_files(tmp_path: Path, helper: MeshShardingHelper) -
         assert error_of(helper, index) == f'{index} is not an index of .safetensors files: {why}'
 
 
-def test_tensors_that_their_file_lacks(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_tensors_missing_from_their_file(tmp_path: Path, helper: MeshShardingHelper) -> None:
     """A tensor that is in another file than the one the index names is an error, too."""
     first, second = write(tmp_path / 'a.safetensors', 'a'), write(tmp_path / 'b.safetensors', 'b')
     index = write_index(tmp_path, a=second.name, b=second.name, c=first.name)
@@ -116,7 +116,7 @@ def outside(index: Path, line: str) -> str:
     'name',
     ['../x.safetensors', '{}/x.safetensors', 'a/../../x.safetensors', 'a/../y.safetensors', '..', '//x', '/'],
 )
-def test_names_that_leave_the_folder(tmp_path: Path, helper: MeshShardingHelper, name: str) -> None:
+def test_names_outside_of_the_folder(tmp_path: Path, helper: MeshShardingHelper, name: str) -> None:
     write(tmp_path / 'x.safetensors')
     write(tmp_path / 'model' / 'y.safetensors')
     (tmp_path / 'model' / 'a').mkdir()
@@ -126,7 +126,7 @@ def test_names_that_leave_the_folder(tmp_path: Path, helper: MeshShardingHelper,
         assert error_of(helper, files) == outside(index, f'x: {name!r}')
 
 
-def test_names_that_are_no_files(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_names_of_unreadable_files(tmp_path: Path, helper: MeshShardingHelper) -> None:
     (tmp_path / 'folder').mkdir()
     os.mkfifo(tmp_path / 'pipe')
     (tmp_path / 'loop').symlink_to('loop')
@@ -146,7 +146,7 @@ def test_names_that_are_no_files(tmp_path: Path, helper: MeshShardingHelper) -> 
 
 
 @pytest.mark.parametrize('kind', ['file', 'relative', 'folder', 'chain', 'device'])
-def test_links_that_leave_the_folder(tmp_path: Path, helper: MeshShardingHelper, kind: str) -> None:
+def test_links_out_of_the_folder(tmp_path: Path, helper: MeshShardingHelper, kind: str) -> None:
     """With the list of the files, the user says that they are wanted."""
     target = write(tmp_path / 'private' / FILE)
     folder, name = tmp_path / 'model', FILE
@@ -171,7 +171,7 @@ def test_links_that_leave_the_folder(tmp_path: Path, helper: MeshShardingHelper,
         assert_loads(helper, [folder / name])
 
 
-def test_links_that_stay_in_the_folder(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_links_inside_the_folder(tmp_path: Path, helper: MeshShardingHelper) -> None:
     """The folder itself may be reached through links, and may have folders below."""
     target = write(tmp_path / 'model' / 'sub' / FILE)
     (target.parents[1] / 'other').symlink_to(Path('sub', FILE))
@@ -200,7 +200,7 @@ def hub_cache(cache: Path, below: str = '') -> Path:
 
 
 @pytest.mark.parametrize('below', ['', 'transformer'])
-def test_the_cache_of_the_hugging_face_hub(tmp_path: Path, helper: MeshShardingHelper, below: str) -> None:
+def test_hugging_face_hub_cache(tmp_path: Path, helper: MeshShardingHelper, below: str) -> None:
     folder = hub_cache(tmp_path / 'cache', below)
     (tmp_path / 'link').symlink_to('cache')
     (tmp_path / 'model').symlink_to(folder)
@@ -212,7 +212,7 @@ def test_the_cache_of_the_hugging_face_hub(tmp_path: Path, helper: MeshShardingH
 @pytest.mark.parametrize(
     'kind', ['another repository', 'below blobs', 'blobs are a link', 'beside', 'no snapshot']
 )
-def test_links_that_leave_the_cache_of_the_hub(tmp_path: Path, helper: MeshShardingHelper, kind: str) -> None:
+def test_links_out_of_the_hub_cache(tmp_path: Path, helper: MeshShardingHelper, kind: str) -> None:
     folder = hub_cache(tmp_path / 'cache')
     repo = folder.parents[1]
     if kind == 'another repository':

@@ -72,7 +72,7 @@ def assert_taken(text: str, folder: Path) -> None:
 
 
 @pytest.mark.medium
-def test_the_newest_writer_has_the_directory(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_newest_writer_owns_the_directory(tmp_path: Path, helper: MeshShardingHelper) -> None:
     old, new = Checkpointer(tmp_path, keep=1), Checkpointer(tmp_path)
     for step in (1, 2):
         assert old.save(step, state(1, step))
@@ -100,7 +100,7 @@ def test_the_newest_writer_has_the_directory(tmp_path: Path, helper: MeshShardin
     assert run_and_step(helper, tmp_path, 5) == (2, 5)
 
 
-def test_a_save_that_runs_while_another_takes_the_directory(
+def test_save_while_another_writer_takes_over(
     tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not committed, and its files are gone."""
@@ -140,7 +140,7 @@ class Endless:
 
 
 @pytest.mark.parametrize('is_gone', [True, False])
-def test_a_save_does_not_wait_for_a_process_that_has_failed(
+def test_save_does_not_wait_for_a_failed_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_gone: bool
 ) -> None:
     monkeypatch.setattr(_save, '_POLL_SECONDS', 0.05)
@@ -160,7 +160,7 @@ def test_a_save_does_not_wait_for_a_process_that_has_failed(
     assert message(checkpointer.wait) == expected
 
 
-def test_a_time_out_of_orbax_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orbax_timeout_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Late(Endless):
         def result(self, timeout: float) -> None:
             raise TimeoutError('Orbax has waited for its own')
@@ -173,7 +173,7 @@ def test_a_time_out_of_orbax_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.medium
 @pytest.mark.parametrize('looks', [1, 2, 3])
-def test_another_takes_the_directory_behind_each_look(
+def test_takeover_after_each_check(
     tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch, looks: int
 ) -> None:
     """The third look of a save is the one before the commit."""
@@ -205,7 +205,7 @@ def test_another_takes_the_directory_behind_each_look(
     ('owner', 'where'),
     [(_atomic_commit, '_name_file'), (_save.SaveThread, '_copy'), (_manifest, 'write_manifest')],
 )
-def test_another_deletes_what_a_save_has_begun(
+def test_another_writer_deletes_a_running_save(
     tmp_path: Path,
     helper: MeshShardingHelper,
     monkeypatch: pytest.MonkeyPatch,
@@ -234,7 +234,7 @@ def test_another_deletes_what_a_save_has_begun(
     assert run_and_step(helper, tmp_path) == (2, 2)
 
 
-def test_steps_that_the_old_writer_saves_meanwhile(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_steps_saved_by_the_old_writer_in_between(tmp_path: Path, helper: MeshShardingHelper) -> None:
     """The new one saves nothing before them. It takes the directory, and may go on once it has them."""
     old, new = Checkpointer(tmp_path), Checkpointer(tmp_path)
     assert old.save(1, state(1, 1))
@@ -250,7 +250,7 @@ def test_steps_that_the_old_writer_saves_meanwhile(tmp_path: Path, helper: MeshS
     assert run_and_step(helper, tmp_path) == (2, 3)
 
 
-def test_no_step_makes_way_later_on(tmp_path: Path) -> None:
+def test_existing_steps_are_not_replaced_later(tmp_path: Path) -> None:
     """Neither its own nor one of another program, which does not know of writers."""
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.latest_step() is None
@@ -262,7 +262,7 @@ def test_no_step_makes_way_later_on(tmp_path: Path) -> None:
     assert names(tmp_path) == ['5', 'writer.json']
 
 
-def test_steps_that_cannot_be_deleted(
+def test_undeletable_steps(
     tmp_path: Path,
     helper: MeshShardingHelper,
     monkeypatch: pytest.MonkeyPatch,
@@ -290,7 +290,7 @@ def test_steps_that_cannot_be_deleted(
     assert names(tmp_path) == ['3', 'writer.json']
 
 
-def test_a_step_is_on_the_disk_before_it_counts(
+def test_step_is_synced_before_it_is_committed(
     tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whenever the power goes: its files and folders before the rename, and that before older ones go."""
@@ -321,7 +321,7 @@ def test_a_step_is_on_the_disk_before_it_counts(
     assert names(tmp_path) == ['1', 'writer.json']
 
 
-def test_a_disk_that_is_full_from_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_at_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left of a save that could not begin, nor of a writer that could not take the directory."""
 
     def full(number: int) -> None:
@@ -338,7 +338,7 @@ def test_a_disk_that_is_full_from_the_first_byte(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.medium
-def test_two_runs_in_threads_mix_no_step(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_two_runs_do_not_mix_steps(tmp_path: Path, helper: MeshShardingHelper) -> None:
     """Both save the same steps, with other numbers; one takes the directory from the other."""
     first = threading.Barrier(2)
     errors: dict[int, str] = {}
@@ -366,7 +366,7 @@ def test_two_runs_in_threads_mix_no_step(tmp_path: Path, helper: MeshShardingHel
 
 
 @pytest.mark.medium
-def test_where_folders_cannot_be_renamed(
+def test_object_stores_without_rename(
     tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in object stores: a step counts once a file in it says so."""
@@ -399,7 +399,7 @@ def test_where_folders_cannot_be_renamed(
 
 
 @pytest.mark.medium
-def test_sixteen_threads_and_a_close_among_them(tmp_path: Path, helper: MeshShardingHelper) -> None:
+def test_sixteen_threads_with_a_concurrent_close(tmp_path: Path, helper: MeshShardingHelper) -> None:
     """They take turns, everyone ends, and no thread stays behind."""
     checkpointer = Checkpointer(tmp_path, keep=4)
     checkpointer.save(0, state(1, 0))

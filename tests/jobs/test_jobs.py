@@ -72,7 +72,7 @@ def outputs(running: Running) -> list[str]:
         ((2, 4), (2, 2), MANY),
     ],
 )
-def test_a_state_arrives(senders: tuple[int, int], receivers: tuple[int, int], memory: str) -> None:
+def test_send_and_receive(senders: tuple[int, int], receivers: tuple[int, int], memory: str) -> None:
     with two_jobs(senders, receivers, times=2, memory=memory) as (first, second):
         assert set(second.wait() + first.wait()) == {0}, outputs(first) + outputs(second)
         assert all('received 1' in text for text in outputs(second))
@@ -124,7 +124,7 @@ class Step(NamedTuple):
 @pytest.mark.parametrize(
     'tree', [[np.full(4, i) for i in range(12)], Step(0.0, np.ones(3), {'b': 2.0, 'a': 3})]
 )
-def test_leaves_come_by_their_paths(tree: Any) -> None:
+def test_leaf_paths_of_the_result(tree: Any) -> None:
     got = flatten_tree(sent_to_itself(tree))
     assert set(got) == set(flatten_tree(tree))
     for path, value in flatten_tree(tree).items():
@@ -139,9 +139,7 @@ def test_leaves_come_by_their_paths(tree: Any) -> None:
     ],
     ids=['soon', 'late'],
 )
-def test_signs_of_life_are_given_after_a_while(
-    often: int, asked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keepalives(often: int, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     questions = []
 
     def checked(question: Any) -> Any:
@@ -203,7 +201,7 @@ def test_leaves_that_cannot_be_sent() -> None:
 
 
 @pytest.mark.parametrize('address', ['', 'host', 'http://host:1', 7])
-def test_what_is_no_address(address: Any) -> None:
+def test_invalid_addresses(address: Any) -> None:
     with pytest.raises(ArgumentError) as error:
         Sender(address)
     assert str(error.value) == f"Sender: address has to be 'host:port', got {address!r}"
@@ -225,7 +223,7 @@ def test_what_is_no_address(address: Any) -> None:
         ),
     ],
 )
-def test_addresses_that_no_receiver_can_be_told(address: str, text: str) -> None:
+def test_addresses_that_receivers_cannot_reach(address: str, text: str) -> None:
     with pytest.raises(ArgumentError) as error:
         Sender(address, secret='long enough for a secret')
     assert str(error.value) == text
@@ -245,7 +243,7 @@ def test_a_host_without_an_address(name: str, monkeypatch: pytest.MonkeyPatch) -
     )
 
 
-def test_a_port_that_is_taken() -> None:
+def test_port_in_use() -> None:
     with socket.create_server(('127.0.0.1', 0)) as server, pytest.raises(OSError) as error:
         port = server.getsockname()[1]
         Sender(f'localhost:{port}')
@@ -265,7 +263,7 @@ def test_a_port_that_is_taken() -> None:
         ('timeout', 0, 'more than 0, to 1e8'),
     ],
 )
-def test_what_is_no_number_of_seconds(name: str, value: Any, allowed: str) -> None:
+def test_invalid_seconds(name: str, value: Any, allowed: str) -> None:
     helper = MeshShardingHelper([8], ['fsdp'])
     text = f'{name} has to be a number of seconds, {allowed}, got {value!r}'
     with pytest.raises(ArgumentError) as error:
@@ -276,7 +274,7 @@ def test_what_is_no_number_of_seconds(name: str, value: Any, allowed: str) -> No
     assert str(error.value) == f'receive: {text}'
 
 
-def test_a_receiver_that_does_not_wait() -> None:
+def test_receive_without_waiting() -> None:
     helper = MeshShardingHelper([8], ['fsdp'])
     with Sender('localhost:0') as sender:
         with pytest.raises(TransferError, match='answered: nothing was sent to it within 0 s'):
@@ -293,7 +291,7 @@ def test_a_receiver_that_does_not_wait() -> None:
     np.testing.assert_array_equal(got['w'], np.arange(8))
 
 
-def test_nobody_is_there() -> None:
+def test_nothing_listens() -> None:
     helper = MeshShardingHelper([8], ['fsdp'])
     with held_port() as port, pytest.raises(TransferError) as error:
         receive(helper, f'127.0.0.1:{port}', PartitionSpec(), wait=1)

@@ -114,7 +114,7 @@ def reflected(connection: socket.socket) -> bytes:
         'a line without an end',
     ],
 )
-def test_garbage_is_not_answered(data: bytes, sender: Sender, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_response_to_garbage(data: bytes, sender: Sender, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         with connected(sender) as stranger:
             stranger.sendall(data)
@@ -127,7 +127,7 @@ def test_garbage_is_not_answered(data: bytes, sender: Sender, caplog: pytest.Log
     ]
 
 
-def test_what_was_recorded_is_not_answered(sender: Sender) -> None:
+def test_no_response_to_a_replay(sender: Sender) -> None:
     sent = recorded(sender)
     with connected(sender) as stranger:
         stranger.sendall(sent)
@@ -138,7 +138,7 @@ def test_what_was_recorded_is_not_answered(sender: Sender) -> None:
     assert_served(sender)
 
 
-def test_a_line_without_an_end_takes_no_memory(sender: Sender) -> None:
+def test_endless_line_needs_no_memory(sender: Sender) -> None:
     chunk = bytes(1 << 16).replace(b'\0', b'x')
     tracemalloc.start()
     try:
@@ -172,7 +172,7 @@ def test_a_line_without_an_end_takes_no_memory(sender: Sender) -> None:
     ],
     ids=lambda question: str(question)[:60],
 )
-def test_what_nobody_asks_is_not_answered_either(
+def test_no_response_to_invalid_requests(
     question: Any, sender: Sender, caplog: pytest.LogCaptureFixture
 ) -> None:
     with connected(sender) as connection:
@@ -185,9 +185,7 @@ def test_what_nobody_asks_is_not_answered_either(
 
 @pytest.mark.medium
 @pytest.mark.parametrize('change', [lambda line: b'0' * 65 + line[65:], lambda line: line[65:]])
-def test_a_line_that_was_changed_on_the_way_is_not_answered(
-    change: Callable[[bytes], bytes], sender: Sender
-) -> None:
+def test_no_response_to_a_modified_request(change: Callable[[bytes], bytes], sender: Sender) -> None:
     with connected(sender) as connection:
         recorder: Any = Recorder(connection)
         channel = lines.client_handshake(recorder, SECRET.encode(), LONG)
@@ -202,13 +200,13 @@ def test_a_line_that_was_changed_on_the_way_is_not_answered(
         assert rest_of(connection) == b''
 
 
-def test_a_receiver_that_asks_nothing_is_sent_away() -> None:
+def test_silent_receiver_is_disconnected() -> None:
     with Sender('localhost:0', timeout=SOON) as sender, connected(sender) as connection:
         lines.client_handshake(connection, b'', LONG)
         assert rest_of(connection) == b''
 
 
-def test_one_job_at_a_time_gets_what_is_sent(sender: Sender) -> None:
+def test_one_job_at_a_time_receives(sender: Sender) -> None:
     sending = threading.Thread(target=sender.send, args=[{'w': jax.device_put(np.arange(8))}])
     sending.start()
     with connected(sender) as waiting, connected(sender) as another:
@@ -225,7 +223,7 @@ def test_one_job_at_a_time_gets_what_is_sent(sender: Sender) -> None:
 
 
 @pytest.mark.medium
-def test_a_receiver_that_dies_while_it_waits_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receiver_that_dies_while_waiting_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it would have waited: one that is started again and again would fill the Sender."""
     monkeypatch.setattr(_sender, '_POLL', 0.05)
     before = threading.active_count()
@@ -262,7 +260,7 @@ def test_a_thousand_connections(sender: Sender, caplog: pytest.LogCaptureFixture
     assert len([record for record in caplog.records if record.name == 'scalax.channel']) == 1
 
 
-def test_the_longest_silence_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_longest_silent_connection_is_closed_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, 'MAX_UNAUTHENTICATED', 2)
     monkeypatch.setattr(listener, '_MIN_SECONDS', 0.0)
     with Sender('localhost:0') as sender, contextlib.ExitStack() as stack:
@@ -272,7 +270,7 @@ def test_the_longest_silence_makes_room(monkeypatch: pytest.MonkeyPatch) -> None
         assert lines.client_handshake(strangers[1], b'', LONG)
 
 
-def test_no_more_connections_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, '_MAX_CONNECTIONS', 1)
     with Sender('localhost:0') as sender:
         with connected(sender) as first:
@@ -334,7 +332,7 @@ def in_place_of_the_sender(serve: Callable[[socket.socket], object]) -> Iterator
     ],
     ids=['ssh', 'a long line', 'no proof', 'silence'],
 )
-def test_a_stranger_in_place_of_the_sender_is_not_asked(greeting: bytes, text: str) -> None:
+def test_stranger_at_the_address_of_the_sender(greeting: bytes, text: str) -> None:
     helper, told = MeshShardingHelper([8], ['fsdp']), []
 
     def serve(connection: socket.socket) -> None:
@@ -347,7 +345,7 @@ def test_a_stranger_in_place_of_the_sender_is_not_asked(greeting: bytes, text: s
     assert b'join' not in told[0] and SECRET.encode() not in told[0]
 
 
-def test_a_sender_that_has_too_many_connections() -> None:
+def test_sender_with_too_many_connections() -> None:
     helper = MeshShardingHelper([8], ['fsdp'])
     sender = in_place_of_the_sender(lambda connection: None)
     with sender as address, pytest.raises(TransferError) as error:
@@ -359,7 +357,7 @@ def test_a_sender_that_has_too_many_connections() -> None:
     )
 
 
-def test_an_answer_that_is_not_signed() -> None:
+def test_unsigned_response() -> None:
     helper = MeshShardingHelper([8], ['fsdp'])
 
     def serve(connection: socket.socket) -> None:
@@ -374,7 +372,7 @@ def test_an_answer_that_is_not_signed() -> None:
     )
 
 
-def test_the_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('SCALAX_RUN_TOKEN', SECRET)
     with Sender('localhost:0') as sender:
         assert_served(sender)
@@ -402,7 +400,7 @@ def test_other_machines_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ('secret', 'length'), [('short', '5 characters'), ('', '0 characters'), (7, 'int')], ids=repr
 )
-def test_a_secret_that_can_be_guessed(secret: Any, length: str) -> None:
+def test_short_secrets(secret: Any, length: str) -> None:
     with pytest.raises(ArgumentError) as error:
         Sender('localhost:0', secret=secret)
     assert str(error.value) == (

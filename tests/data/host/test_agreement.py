@@ -69,7 +69,7 @@ def test_processes_that_agree(monkeypatch):
     assert errors(monkeypatch, [says(X)] * COUNT) == [''] * COUNT
 
 
-def test_a_process_that_differs_is_named_to_all(monkeypatch):
+def test_every_process_learns_which_one_differs(monkeypatch):
     assert errors(monkeypatch, [says(X), says(('x', 'int32[8]')), says(X)]) == COUNT * [
         'DataError: shard: the processes disagree (batch_axis=0):\n'
         '  process 10: x is int32[8], and float32[8] on process 0\n'
@@ -77,7 +77,7 @@ def test_a_process_that_differs_is_named_to_all(monkeypatch):
     ]
 
 
-def test_a_process_with_an_error_says_this_and_no_more(monkeypatch):
+def test_process_with_an_error_reports_only_the_error(monkeypatch):
     first, *others = errors(monkeypatch, [says(error=OSError('no disk')), says(X), says(('y', 'int8'))])
     assert first == 'OSError: no disk'
     assert others == 2 * [
@@ -94,7 +94,7 @@ def test_errors_on_all_processes(monkeypatch):
     assert errors(monkeypatch, calls) == [f'OSError: no disk {n}' for n in range(COUNT)]
 
 
-def test_what_is_said_of_an_array():
+def test_placed_text():
     x = jnp.ones(2)
     texts = [
         placed_text(leaf) for leaf in (x, np.ones((2, 3), 'int8'), 1.0, int, jax.ShapeDtypeStruct((), bool))

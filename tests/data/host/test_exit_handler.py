@@ -52,7 +52,7 @@ def outputs(two: Running) -> str:
         pytest.param('save', 'dropped', marks=pytest.mark.slow),
     ],
 )
-def test_the_exit_waits_for_what_was_started(move: str, options: str, port: int, tmp_path: Path) -> None:
+def test_exit_waits_for_transfers(move: str, options: str, port: int, tmp_path: Path) -> None:
     with program(port, tmp_path, move, *options.split()) as two:
         assert two.wait() == (0, 0), outputs(two)
         for index in range(2):
@@ -75,7 +75,7 @@ def test_ctrl_c_ends_the_wait(port: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.medium
-def test_one_that_does_not_come_is_named_and_not_waited_for(port: int, tmp_path: Path) -> None:
+def test_missing_process_is_named_and_ends_the_wait(port: int, tmp_path: Path) -> None:
     with program(port, tmp_path, 'local_data_to_global_array', 'never', '6') as two:
         assert two.processes[0].wait(200) == exit_handler.FAILED, outputs(two)
         text = two.output()
@@ -95,7 +95,7 @@ def test_one_that_does_not_come_is_named_and_not_waited_for(port: int, tmp_path:
 
 
 @pytest.mark.slow
-def test_one_that_is_killed_is_named(port: int, tmp_path: Path) -> None:
+def test_killed_process_is_named(port: int, tmp_path: Path) -> None:
     """JAX ends the process when the heartbeat of the other is missing."""
     with program(port, tmp_path, 'local_data_to_global_array', 'never') as two:
         two.wait_for('data still move')

@@ -85,7 +85,7 @@ class Counted:
         return self.state
 
 
-def test_the_state_is_that_of_the_loop_and_not_of_what_is_loaded_ahead() -> None:
+def test_state_is_that_of_the_last_returned_batch() -> None:
     iterator = Counted(2, 6)
     with HELPER.prefetch(iterator, size=3) as batches:
         assert eventually(lambda: iterator.state['next'] == 5)
@@ -98,7 +98,7 @@ def test_the_state_is_that_of_the_loop_and_not_of_what_is_loaded_ahead() -> None
     assert batches.get_state() == {'next': 6}
 
 
-def test_another_start_from_the_state_goes_on_with_the_next_batch() -> None:
+def test_restart_from_the_state_continues_with_the_next_batch() -> None:
     with HELPER.prefetch(Counted(0, 9), size=4) as batches:
         seen = [int(next(batches)['number']) for _ in range(3)]
         again = Counted(batches.get_state()['next'], 9)
@@ -107,12 +107,12 @@ def test_another_start_from_the_state_goes_on_with_the_next_batch() -> None:
     assert seen == list(range(9))
 
 
-def test_what_has_no_state_says_so(snapshot: Snapshot) -> None:
+def test_iterator_without_state(snapshot: Snapshot) -> None:
     with HELPER.prefetch([batch(0)]) as batches, snapshot.raises(DataError):
         batches.get_state()
 
 
-def test_options_are_those_of_the_batch() -> None:
+def test_options_of_the_batch() -> None:
     (array,) = HELPER.prefetch([np.zeros((3, 4))], -1, 'data')
     assert array.sharding.spec == jax.P(None, 'data')
     (array,) = HELPER.prefetch(
@@ -122,7 +122,7 @@ def test_options_are_those_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize('size', [1, 3])
-def test_no_more_is_loaded_than_asked_for(size: int) -> None:
+def test_at_most_size_batches_are_loaded(size: int) -> None:
     loaded = []
 
     def load() -> Iterator[Any]:
@@ -138,7 +138,7 @@ def test_no_more_is_loaded_than_asked_for(size: int) -> None:
             next(batches)
 
 
-def test_the_loader_runs_while_the_loop_does() -> None:
+def test_loader_runs_beside_the_loop() -> None:
     loaded = threading.Event()
 
     def load() -> Iterator[Any]:
@@ -152,7 +152,7 @@ def test_the_loader_runs_while_the_loop_does() -> None:
     assert int(next(batches)['number']) == 1
 
 
-def test_a_slow_loader_is_waited_for() -> None:
+def test_slow_loader() -> None:
     go = threading.Event()
 
     def load() -> Iterator[Any]:
@@ -165,7 +165,7 @@ def test_a_slow_loader_is_waited_for() -> None:
     assert [int(arrays['number']) for arrays in batches] == [0, 1, 2]
 
 
-def test_memory_that_the_loader_fills_again() -> None:
+def test_loader_that_reuses_memory() -> None:
     memory = np.zeros(2**12, np.float32)  # large enough for JAX to share it, were it let
 
     def load() -> Iterator[Any]:
@@ -177,7 +177,7 @@ def test_memory_that_the_loader_fills_again() -> None:
         np.testing.assert_array_equal(array, np.full(2**12, number))
 
 
-def test_errors_of_the_loader_come_with_their_traceback() -> None:
+def test_errors_of_the_loader_keep_their_traceback() -> None:
     def read_a_file() -> None:
         raise OSError('the file is gone')
 
@@ -202,13 +202,13 @@ def test_a_batch_that_does_not_fit(snapshot: Snapshot) -> None:
 
 
 @pytest.mark.parametrize('size', [0, -1, 1.5, True])
-def test_sizes_that_make_no_sense(size: Any) -> None:
+def test_invalid_sizes(size: Any) -> None:
     with pytest.raises(DataError) as error:
         HELPER.prefetch([], size=size)
     assert str(error.value) == f'size is how many batches are loaded ahead, at least 1, got {size!r}'
 
 
-def test_what_is_no_iterable() -> None:
+def test_not_iterable() -> None:
     wrong: Any = 5
     with pytest.raises(TypeError, match="'int' object is not iterable"):
         HELPER.prefetch(wrong)
@@ -243,7 +243,7 @@ def test_dropping_stops_the_thread() -> None:
     assert eventually(lambda: not threads())
 
 
-def test_closing_lets_go_of_what_is_loaded() -> None:
+def test_closing_drops_loaded_batches() -> None:
     closed = threading.Event()
 
     def load() -> Iterator[Any]:
@@ -256,7 +256,7 @@ def test_closing_lets_go_of_what_is_loaded() -> None:
     assert closed.wait(20)
 
 
-def test_closing_wakes_who_waits() -> None:
+def test_closing_wakes_a_waiting_thread() -> None:
     go = threading.Event()
 
     def load() -> Iterator[Any]:
@@ -274,7 +274,7 @@ def test_closing_wakes_who_waits() -> None:
     assert received in (['the end'], [batch(0)]) or isinstance(received[0], dict)
 
 
-def test_closing_wakes_all_who_wait() -> None:
+def test_closing_wakes_all_waiting_threads() -> None:
     go = threading.Event()
 
     def load() -> Iterator[Any]:
@@ -322,13 +322,13 @@ def test_an_error_is_raised_in_one_thread_and_ends_the_others() -> None:
     assert sorted(text for _, text in received) == [*[''] * (COUNT - 1), 'the file is gone']
 
 
-def test_a_thread_that_drops_its_share_leaves_the_others_theirs() -> None:
+def test_thread_that_stops_early_loses_no_batches_of_others() -> None:
     batches = HELPER.prefetch(map(batch, range(20)))
     received = in_threads(lambda number: [next(batches, None)] if number % 2 else list(batches))
     assert len([arrays for part in received for arrays in part if arrays is not None]) == 20
 
 
-def test_ctrl_c_leaves_what_was_not_taken() -> None:
+def test_ctrl_c_keeps_the_remaining_batches() -> None:
     go = threading.Event()
 
     def load() -> Iterator[Any]:
@@ -356,7 +356,7 @@ def test_ctrl_c_leaves_what_was_not_taken() -> None:
 
 @pytest.mark.parametrize('kind', [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize('together', [False, True])
-def test_a_loader_that_ends_the_program_ends_the_data(
+def test_loader_that_exits_ends_the_data(
     monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], together: bool
 ) -> None:
     """As any error of a loader does: the other processes are told of it, and go on to no other batch."""
@@ -374,7 +374,7 @@ def test_a_loader_that_ends_the_program_ends_the_data(
 
 
 @pytest.mark.parametrize('where', ['before', 'after'])
-def test_ctrl_c_while_a_batch_is_given_loses_none(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_ctrl_c_loses_no_batch(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     bound_queue, pressed = process_collectives.bound_queue, iter([False, True, False, False])
 
     def press(mesh: Any) -> None:
@@ -445,7 +445,7 @@ def seen_by_a_loader(look: Callable[[], Any]) -> Any:
     ],
     ids=['x64', 'threefry', 'prng', 'device', 'jit', 'numpy', 'set_mesh', 'helper', 'annotations', 'axes'],
 )
-def test_a_loader_ahead_sees_what_it_would_see_in_the_loop(setting: Any, look: Callable[[], Any]) -> None:
+def test_loader_sees_the_settings_of_the_loop(setting: Any, look: Callable[[], Any]) -> None:
     with setting():
         here = look()
         assert seen_by_a_loader(look) == here
@@ -457,7 +457,7 @@ def test_a_loader_ahead_sees_what_it_would_see_in_the_loop(setting: Any, look: C
     assert outside != here
 
 
-def test_settings_that_refuse_are_refused_ahead_too() -> None:
+def test_settings_that_raise_also_raise_in_the_loader() -> None:
     def promote() -> None:
         jax.numpy.ones(3, np.float32) + jax.numpy.ones(3, np.int32)
 
@@ -475,7 +475,7 @@ def test_an_error_before_the_first_batch_is_raised_in_the_loop(monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_a_program_ends_with_batches_under_way() -> None:
+def test_program_ends_with_loaded_batches() -> None:
     code = """
 import itertools, numpy as np
 from scalax.sharding import MeshShardingHelper
@@ -486,7 +486,7 @@ print(next(batches).shape)
 
 
 @pytest.mark.slow
-def test_a_program_ends_while_threads_wait_for_batches() -> None:
+def test_program_ends_while_threads_wait() -> None:
     code = """
 import threading, time, numpy as np
 from scalax.sharding import MeshShardingHelper
@@ -507,7 +507,7 @@ print('one batch')
 
 
 @pytest.mark.slow
-def test_steps_that_nobody_waits_for_do_not_queue_up() -> None:
+def test_queue_of_steps_is_bounded() -> None:
     # More than simulated devices take at a time, which then wait for one another for ever.
     code = """
 import numpy as np, jax

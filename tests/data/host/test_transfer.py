@@ -57,7 +57,7 @@ def test_local_data(rng, shape, options, spec, part, make):
     np.testing.assert_array_equal(HELPER.global_array_to_local_data(array, axis), local)
 
 
-def test_what_is_remembered_of_a_batch_serves_equal_calls_only():
+def test_cached_shardings_depend_on_all_options():
     local, other = (
         np.zeros((8, 8), np.int32),
         MeshShardingHelper([4, 2], ['data', 'tp'], axis_types=AxisType.Explicit),
@@ -79,7 +79,7 @@ def test_what_is_remembered_of_a_batch_serves_equal_calls_only():
 
 @pytest.mark.parametrize('order', ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize('subset', [None, 'data', 'tp'])
-def test_rows_stay_in_order_whatever_the_order_of_devices(order, subset):
+def test_examples_keep_their_order_for_any_device_order(order, subset):
     helper = MeshShardingHelper([4, 2], ['data', 'tp'], devices=[jax.devices()[i] for i in order])
     array = helper.local_data_to_global_array(np.arange(16), mesh_axis_subset=subset)
     np.testing.assert_array_equal(array, np.arange(16))
@@ -160,7 +160,7 @@ WHAT_TO_DO = 'What to do: give arrays whose batch divides, or shard it over fewe
         ),
     ],
 )
-def test_data_that_does_not_fit(data, options, snapshot):
+def test_data_that_does_not_divide(data, options, snapshot):
     with snapshot.raises(DataError):
         HELPER.local_data_to_global_array(data, **options)
 
@@ -173,13 +173,13 @@ def test_data_that_does_not_fit(data, options, snapshot):
         (['tp', 'tp'], "mesh_axis_subset: mesh axes are named once each, got ('tp', 'tp')"),
     ],
 )
-def test_axes_that_do_not_exist(subset, message):
+def test_unknown_axes(subset, message):
     with pytest.raises(MeshError) as error:
         HELPER.local_data_to_global_array(np.zeros(8), mesh_axis_subset=subset)
     assert str(error.value) == message
 
 
-def test_axes_of_different_types_do_not_shard_one_batch(snapshot):
+def test_axes_of_different_types(snapshot):
     helper = MeshShardingHelper([4, 2], ['data', 'tp'], axis_types=(AxisType.Auto, AxisType.Explicit))
     with snapshot.raises(MeshError):
         helper.local_data_to_global_array(np.zeros(8))
@@ -194,7 +194,7 @@ def test_axes_of_different_types_do_not_shard_one_batch(snapshot):
         ((4, 8), 0, P('process'), (4, 8)),
     ],
 )
-def test_rows_are_brought_in_parts_where_devices_divide_them(shape, axis, spec, part):
+def test_concat_by_process_shards_over_devices_if_they_divide(shape, axis, spec, part):
     rows = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     array = concat_by_process(HELPER.mesh, rows, axis)
     assert array.sharding.spec == spec
@@ -202,7 +202,7 @@ def test_rows_are_brought_in_parts_where_devices_divide_them(shape, axis, spec, 
     np.testing.assert_array_equal(array, rows)
 
 
-def test_the_parts_of_an_array_that_each_process_holds():
+def test_boxes_by_process():
     """Devices of a process may hold the same part, or several, and processes the same ones."""
     first, last = (slice(0, 4), slice(None)), (slice(4, None), slice(None))
     held = [(0, first), (0, first), (1, last), (1, first)]
@@ -215,7 +215,7 @@ def test_the_parts_of_an_array_that_each_process_holds():
 
 
 @pytest.mark.parametrize('subset', [None, 'data', 'tp', []])
-def test_one_process_needs_every_row(subset):
+def test_one_process_needs_every_example(subset):
     assert HELPER.process_examples(16, mesh_axis_subset=subset) == slice(0, 16)
     local = np.arange(32).reshape(16, 2)
     array = HELPER.local_data_to_global_array(
@@ -239,12 +239,12 @@ def test_one_process_needs_every_row(subset):
         lambda: HELPER.broadcast_from(0, {'a': 'text', 'b': 2**70, 'c': jax.ShapeDtypeStruct((2,), 'int8')}),
     ],
 )
-def test_data_calls_that_make_no_sense(call, snapshot):
+def test_invalid_data_calls(call, snapshot):
     with snapshot.raises(DataError):
         call()
 
 
-def test_values_of_the_only_process():
+def test_broadcast_on_one_process():
     key = jax.random.key(3)
     tree = {'x': np.arange(3, dtype=np.int64), 'y': jnp.ones(2), 'n': 2**40, 'f': 0.1, 'b': True, 'key': key}
     result = HELPER.broadcast_from(0, tree)
@@ -256,7 +256,7 @@ def test_values_of_the_only_process():
 
 
 @pytest.mark.parametrize('axis', [True, 0.0, '0'], ids=repr)
-def test_what_was_found_of_a_batch_serves_no_other_axis(axis: Any) -> None:
+def test_cached_shardings_depend_on_the_type_of_the_axis(axis: Any) -> None:
     data = np.zeros((8, 8))
     for equal in (0, 1):  # True is equal to 1, and 0.0 to 0
         HELPER.local_data_to_global_array(data, equal)
@@ -264,7 +264,7 @@ def test_what_was_found_of_a_batch_serves_no_other_axis(axis: Any) -> None:
         HELPER.local_data_to_global_array(data, axis)
 
 
-def test_what_was_found_of_a_batch_serves_no_other_dtype_or_structure() -> None:
+def test_cached_shardings_depend_on_dtype_and_structure() -> None:
     for dtype in (np.float64, np.int32, np.dtype('float16'), bool):
         with jax.enable_x64(True):
             assert HELPER.local_data_to_global_array(np.zeros(8, dtype)).dtype == dtype

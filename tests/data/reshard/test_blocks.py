@@ -68,7 +68,7 @@ def carried_out(shape, schedule, array):
 
 
 @hypothesis.given(cases())
-def test_any_layout_becomes_any_other(case):
+def test_schedules_between_random_layouts(case):
     shape, source, target, most, group = case
     schedule = schedule_for(
         shape, source, target, max_elements=most, locality=lambda device: ord(device) // group
@@ -89,14 +89,14 @@ def test_any_layout_becomes_any_other(case):
         assert 1 <= volume(piece.box) <= (most or math.inf)
 
 
-def test_nothing_is_sent_that_is_there():
+def test_local_pieces_are_not_sent():
     blocks = {device: (slice(device, device + 1),) for device in range(4)}
     schedule = schedule_for((4,), blocks, blocks)
     assert schedule.transfer_rounds == []
     assert schedule.local_rounds == [[Piece(device, device, ((device, device + 1),)) for device in range(4)]]
 
 
-def test_replicas_send_in_turn():
+def test_replicas_share_the_sending():
     source = {f's{i}': (slice(None),) for i in range(4)}
     target = {f't{i}': (slice(i, i + 1),) for i in range(8)}
     schedule = schedule_for((8,), source, target)
@@ -105,7 +105,7 @@ def test_replicas_send_in_turn():
     assert sent == dict.fromkeys(source, 2)
 
 
-def test_close_devices_send_what_they_have():
+def test_devices_receive_from_their_own_group():
     source = {f'{host}{i}': (slice(i, i + 1),) for host in 'ab' for i in range(2)}
     target = {f'{host}{i}': (slice(None),) for host in 'abc' for i in range(2, 4)}
     schedule = schedule_for((2,), source, target, locality=lambda device: device[0])
@@ -114,14 +114,14 @@ def test_close_devices_send_what_they_have():
     assert all(piece.source[0] == piece.target[0] for piece in pieces if piece.target[0] != 'c')
 
 
-def test_a_transposed_sharding_takes_as_many_rounds_as_devices():
+def test_transposed_sharding_needs_one_round_per_device():
     n = 64
     rows = {i: (slice(i, i + 1), slice(None)) for i in range(n)}
     columns = {n + i: (slice(None), slice(i, i + 1)) for i in range(n)}
     assert len(schedule_for((n, n), rows, columns).transfer_rounds) == n
 
 
-def test_blocks_that_are_missing_or_overlap():
+def test_missing_and_overlapping_blocks():
     with pytest.raises(ValueError) as missing:
         schedule_for((4,), {0: (slice(0, 2),)}, {0: (slice(None),)})
     assert str(missing.value) == 'the blocks of the source have 2 of the 4 elements of ((0, 4),)'

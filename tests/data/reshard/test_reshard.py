@@ -57,7 +57,7 @@ def meshes(draw):
 
 @pytest.mark.slow
 @hypothesis.given(meshes(), meshes(), st.sampled_from(DTYPES), st.sampled_from([None, 128]), st.booleans())
-def test_any_mesh_to_any_other(before, after, dtype, memory, donate):
+def test_reshard_between_random_meshes(before, after, dtype, memory, donate):
     x = values((24, 48), dtype)
     source = before[0].shard(x, before[1])
     moved = after[0].reshard({'x': source}, after[1], memory=memory, donate=donate)['x']
@@ -88,7 +88,7 @@ def test_leaves_of_all_kinds():
         np.testing.assert_array_equal(moved['uncommitted'], np.arange(8))
 
 
-def test_what_is_not_moved():
+def test_leaves_that_cannot_be_moved():
     helper = helper_of(range(4), 4)
     pinned = NamedSharding(helper.mesh, P('a'), memory_kind='pinned_host')
     with pytest.raises(ArgumentError) as error:
@@ -139,7 +139,7 @@ def test_axis_types_and_a_mesh_that_is_set():
     assert_equal(moved['x'], values((8, 8), 'float32'))
 
 
-def test_the_result_shares_no_memory_unless_donated():
+def test_result_shares_memory_only_if_donated():
     helper = helper_of(range(4), 4)
     # Memory of numpy, which shard may share, is not donated.
     source = helper.reshard(helper.shard(values((8, 8), 'float32'), P('a')), P('a'))
@@ -152,7 +152,7 @@ def test_the_result_shares_no_memory_unless_donated():
     assert_equal(moved, values((8, 8), 'float32'))
 
 
-def test_an_array_that_is_in_the_tree_several_times():
+def test_repeated_arrays():
     before, after = helper_of(range(4), 4), helper_of(range(2, 6), 4)
     x = values((8, 8), 'float32')
     source = before.shard(x, P('a'))
@@ -168,7 +168,7 @@ def test_an_array_that_is_in_the_tree_several_times():
 
 
 @pytest.mark.medium
-def test_dtypes_change_on_the_way():
+def test_dtype_casts():
     before, after = helper_of(range(4), 4), helper_of(range(4, 8), 2, 2)
     x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
     tree = before.shard({'w': x, 'n': np.arange(8), 's': x.astype('float8_e5m2')}, P('a'))
@@ -179,7 +179,7 @@ def test_dtypes_change_on_the_way():
 
 
 @pytest.mark.medium
-def test_a_schedule_is_computed_once(monkeypatch):
+def test_schedules_are_cached(monkeypatch):
     counted = []
     schedule_of = leaf_transfer.make_schedule
     monkeypatch.setattr(
@@ -224,7 +224,7 @@ def test_errors_before_anything_moves():
 
 
 @gpu_compiler.needed
-def test_a_plan_counts_what_moves():
+def test_plan_counts_bytes():
     before = MeshShardingHelper.from_topology('h100:2x4', [8], ['fsdp'])
     after = MeshShardingHelper([2, 4], ['dp', 'tp'], devices=before.mesh.devices.flat)
     tree = {'w': before.abstract(jax.ShapeDtypeStruct((64, 64), 'float32'), P('fsdp'))}
@@ -249,7 +249,7 @@ def test_a_plan_counts_what_moves():
 
 
 @pytest.mark.medium
-def test_layers_are_stacked_renamed_and_transposed():
+def test_stacked_renamed_and_transposed_layers():
     trainer, sampler = helper_of(range(4), 2, 2), helper_of(range(4, 7), 3)
     layers = {str(i): {'w': values((4, 6), 'float32', i)} for i in range(6)}
     tree = trainer.shard({'layers': layers, 'head': values((4, 6), 'float32', 9)}, P('a', 'b'))
@@ -271,7 +271,7 @@ def test_layers_are_stacked_renamed_and_transposed():
 
 
 @pytest.mark.medium
-def test_stacks_that_are_transposed_before_they_are_split():
+def test_stacks_are_transposed_before_they_are_split():
     x = values((4, 3, 6), 'float32')
     source = helper_of(range(4), 2, 2).shard({'x': x}, P('a', None, 'b'))
     moved = helper_of([6, 3], 2).reshard(source, P(None, 'a'), mapping={'x': ('y/*', (1, 0, 2))}, memory=64)
@@ -279,7 +279,7 @@ def test_stacks_that_are_transposed_before_they_are_split():
         assert_equal(moved['y'][str(i)], x.transpose(1, 0, 2)[i])
 
 
-def test_mappings_that_do_not_fit():
+def test_invalid_mappings():
     helper = helper_of(range(4), 4)
     tree = helper.shard(
         {'a': np.zeros(4), 'b': np.zeros(8), 'c': np.zeros(4, 'int32'), 'd': np.zeros(4), 's': np.zeros(())},
@@ -316,7 +316,7 @@ def test_mappings_that_do_not_fit():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('spec', [P('a'), P(None, 'a'), P()])
-def test_a_bound_on_memory(spec, monkeypatch):
+def test_memory_bound(spec, monkeypatch):
     before, after = helper_of(range(4), 4), helper_of(range(8), 8)
     x = values((64, 256), 'float32')
     source = before.shard(x, P('a'))

@@ -59,7 +59,7 @@ def test_a_process_that_fails(begin, text, what):
 
 
 @pytest.mark.medium
-def test_scalax_is_found_where_it_is_not_installed(begin):
+def test_scalax_is_found_without_an_installation(begin):
     begin(
         'import atexit, os, sys\n'
         'def leave():\n'
@@ -72,7 +72,7 @@ def test_scalax_is_found_where_it_is_not_installed(begin):
 
 
 @pytest.mark.medium
-def test_a_process_that_prints_a_line_without_end(begin):
+def test_process_that_prints_an_endless_line(begin):
     # Patterns that search the whole of it take hours.
     begin('import os\nprint("x" * (1 << 21), flush=True)\nos._exit(3)')
     [finding] = open_devices({}, LONG).findings
@@ -80,7 +80,7 @@ def test_a_process_that_prints_a_line_without_end(begin):
 
 
 @pytest.mark.slow
-def test_what_hangs_is_ended_with_what_it_started(begin, tmp_path):
+def test_hanging_process_is_ended_with_its_children(begin, tmp_path):
     # Its own process ignores what can be ignored, and so does the one that it starts.
     child = 'import time; open("alive", "w").close(); time.sleep(300)'
     text = (
@@ -104,7 +104,7 @@ def test_what_hangs_is_ended_with_what_it_started(begin, tmp_path):
 
 
 @pytest.mark.medium
-def test_what_has_left_the_group_is_not_waited_for(begin, tmp_path):
+def test_no_wait_for_a_child_that_left_the_group(begin, tmp_path):
     begin(
         'import os, time\n'
         'pid = os.fork()\n'
@@ -138,7 +138,7 @@ def _runs(pid):
         ('JAX_PLATFORMS', 'nonsense', "Unable to initialize backend 'nonsense'"),
     ],
 )
-def test_variables_with_which_nothing_opens(monkeypatch, name, value, what):
+def test_variables_that_break_opening_devices(monkeypatch, name, value, what):
     monkeypatch.setenv(name, value)
     [finding] = open_devices({}, LONG).findings
     assert what in finding.what and finding.cure == _known_cure(finding.what)
@@ -195,14 +195,14 @@ def test_processes_that_disagree(pair):
 
 
 @pytest.mark.slow
-def test_a_process_that_waits_for_others_is_told_so(pair, monkeypatch):
+def test_process_that_waits_for_others(pair, monkeypatch):
     monkeypatch.setenv('JAX_PROCESS_ID', '1')
     [finding] = open_devices({}, 25).findings
     assert finding.what.startswith('joining the other processes ')
     assert 'waiting for the other processes at 127.0.0.1' in finding.what
 
 
-def test_who_disagrees():
+def test_disagreements():
     rows = [{'jax': '1'} for _ in range(8)] + [{'jax': '2'}]
     [finding] = _disagreements(rows)
     assert finding.what.endswith('jax: 1 on processes 0, 1, 2, 3 and 4 more; 2 on process 8')
@@ -224,11 +224,11 @@ REPORTED = {
 
 
 @pytest.mark.parametrize('line', REPORTED, ids=range(len(REPORTED)))
-def test_lines_that_are_known(line):
+def test_known_error_messages(line):
     assert REPORTED[line] in _known_cure(f'I0000 something before\n{line}\nsomething {{after}}')
 
 
-def test_lines_that_are_not_known():
+def test_unknown_error_messages():
     assert _known_cure('I0000 all is well {0}\n') == ''
 
 
@@ -298,7 +298,7 @@ OTHER = Finding('the processes disagree about jax: 1 on process 0; 2 on process 
         ({}, 'cpu', [], []),
     ],
 )
-def test_devices_that_jax_does_not_open(monkeypatch, present, platform, opened, expected):
+def test_devices_not_opened_by_jax(monkeypatch, present, platform, opened, expected):
     values = {'devices': [[platform, platform, None]], 'processes': 1, 'opened': 0.5}
     monkeypatch.setattr(diagnosis, 'open_devices', lambda *_: Opened(values, opened, '\n     the last line'))
     monkeypatch.setattr(environment, 'accelerators', lambda: present)

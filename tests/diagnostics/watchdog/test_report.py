@@ -28,7 +28,7 @@ def said(*states: ProcessState, late: bool = True, usual: float = 0.8, address: 
     return watch.report(list(states), late, usual, 5.0, address)
 
 
-def test_the_entire_text() -> None:
+def test_report_text() -> None:
     text = said(at(0), at(1, state.LOADING, line='data.py:88 in read_shard', before=state.COMPUTING))
     assert text == (
         '95 s have passed since step 7 (a step usually takes 0.8 s):\n'
@@ -39,7 +39,7 @@ def test_the_entire_text() -> None:
     )
 
 
-def test_the_entire_text_about_a_silent_one() -> None:
+def test_report_text_about_a_silent_process() -> None:
     assert said(at(0), at(1, silent=12.0), late=False, usual=0.0) == (
         '107 s have passed since step 7:\n'
         '  process 1 (host gpu-07, pid 41) is stopped, dead or out of reach; last: computing for 94 s at '
@@ -49,7 +49,7 @@ def test_the_entire_text_about_a_silent_one() -> None:
     )
 
 
-def test_the_entire_text_if_no_process_is_behind() -> None:
+def test_report_text_if_no_process_is_behind() -> None:
     assert said(at(0), at(1, line='')) == (
         '95 s have passed since step 7 (a step usually takes 0.8 s); no process is behind:\n'
         '  process 0 (host gpu-07, pid 40): computing for 94 s at train.py:30 in train, after step 7\n'
@@ -58,7 +58,7 @@ def test_the_entire_text_if_no_process_is_behind() -> None:
     )
 
 
-def test_the_end_of_the_text_if_the_user_cannot_have_the_secret() -> None:
+def test_report_text_if_the_user_cannot_know_the_secret() -> None:
     assert said(at(0), at(1, step=6), address='').endswith(
         '\nWhat to do: `py-spy dump --pid 41` on gpu-07 shows its threads; in a run for which '
         'SCALAX_RUN_TOKEN is set, `scalax doctor --run` shows all processes.'
@@ -78,7 +78,7 @@ def test_the_end_of_the_text_if_the_user_cannot_have_the_secret() -> None:
         (state.ENDING, 'ending'),
     ],
 )
-def test_what_a_process_that_is_behind_does(phase: str, text: str) -> None:
+def test_phases_in_reports(phase: str, text: str) -> None:
     assert f'pid 41) is behind: {text} for 94 s at ' in said(at(0), at(1, phase, step=6))
 
 
@@ -98,7 +98,7 @@ def test_who_is_behind(states: tuple[ProcessState, ...], behind: set[int]) -> No
     assert {item.process for item in states if f'process {item.process} (' in text} == behind
 
 
-def test_nothing_is_said_without_a_reason() -> None:
+def test_no_report_without_a_reason() -> None:
     assert said(at(0), at(1, state.LOADING), late=False) == ''
     assert said(at(0), at(1), usual=0.0) == ''  # the first step compiles
     assert said(at(0), at(1, state.ENDING, silent=60.0), late=False) == ''
@@ -110,7 +110,7 @@ def test_nothing_is_said_without_a_reason() -> None:
 SECRET = b'of this run, and long enough'
 
 
-def test_messages_come_back() -> None:
+def test_messages_are_decoded() -> None:
     assert watch._decode(watch._encode('a\nb', [at(3)])) == ('a\nb', [at(3)])
 
 
@@ -141,7 +141,7 @@ def exchanged(zero: watch.Watchdog, other: socket.socket, packet: bytes) -> byte
     return b''
 
 
-def test_process_0_answers_with_its_own_state_alone() -> None:
+def test_response_of_process_0_has_only_its_own_state() -> None:
     """Also before it has heard itself: a state that comes once would look like that of a silent process."""
     with process_0(count=4096) as (zero, other):
         zero._received = {i: at(i) for i in range(4096)}
@@ -153,7 +153,7 @@ def test_process_0_answers_with_its_own_state_alone() -> None:
     assert [item.process for item in states] == [0] and zero._received[3].step == 9
 
 
-def test_a_process_tells_again_once_it_knows_the_nonce() -> None:
+def test_process_resends_its_state_after_the_first_nonce() -> None:
     with process_0(SECRET) as (zero, other):
         watchdog = watch.Watchdog(f'localhost:{other.getpeername()[1]}', 1, 4, None, 20, SECRET)
         with watchdog._socket:
@@ -164,7 +164,7 @@ def test_a_process_tells_again_once_it_knows_the_nonce() -> None:
     assert zero._received[1].step == 5
 
 
-def test_strangers_are_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_response_to_strangers(caplog: pytest.LogCaptureFixture) -> None:
     asked, told = watch._encode('', []), watch._encode('', [at(1, step=9)])
     with process_0(SECRET) as (zero, other):
         zero._received = {0: at(0), 1: at(1)}
@@ -194,7 +194,7 @@ def test_strangers_are_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_what_is_signed_is_parsed_with_care() -> None:
+def test_signed_but_invalid_messages() -> None:
     with process_0(SECRET) as (zero, other):
         client = datagrams.Client(SECRET)
         assert client.read_response(exchanged(zero, other, client.request(b''))) is None
@@ -241,12 +241,12 @@ def test_messages_of_all_do_not_come_at_once(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     'value', [3, [1, 2, 3], ['', 4], ['', [[1, 2]]], ['', [[*at(0)[:-1], 'soon']]], {}], ids=repr
 )
-def test_what_is_no_message(value: Any) -> None:
+def test_invalid_messages(value: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         watch._decode(json.dumps(value).encode())
 
 
-def test_the_functions_that_stacks_are_read_by_exist() -> None:
+def test_functions_of_phases_exist() -> None:
     homes = {
         'Prefetch.__next__': '_data.host.prefetch',
         '_load_all': '_data.host.prefetch',
@@ -267,7 +267,7 @@ def test_the_functions_that_stacks_are_read_by_exist() -> None:
         assert value.__code__.co_qualname == name
 
 
-def test_how_long_a_step_may_take(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_bound_of_a_step(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Of one process that measures steps of a second, and then has one that ended 25, 35 seconds ago."""
     clock = [0.0]
     monkeypatch.setattr(state.time, 'monotonic', lambda: clock[0])
