@@ -197,7 +197,7 @@ def initialize(
         # part of a pod although no environment variable is set.
         if not may_be_single or not error_texts.is_late(error) or jax.default_backend() == 'tpu':
             raise
-    exit_handler.settings.seconds = shutdown_timeout
+    exit_handler.settings.timeout = shutdown_timeout
     if step_timeout != 0 and jax.distributed.is_initialized():
         _start_or_defer_watchdog(settings, _WatchdogSettings(step_timeout, heartbeat_timeout, token))
 

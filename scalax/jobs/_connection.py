@@ -46,8 +46,7 @@ def _is_ipv6(host: str) -> bool:
 
 
 def resolve_host(function: str, host: str) -> str:
-    """Returns the IPv4 address of a host, by which other machines can reach it; messages begin with
-    *function*.
+    """Returns the IPv4 address of a host; messages begin with *function*.
 
     Raises:
         ArgumentError: the host stands for all addresses of a machine, such as 0.0.0.0.

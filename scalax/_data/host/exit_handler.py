@@ -42,11 +42,11 @@ _ADVICE = (
 )
 _log = logging.getLogger('scalax.distributed')
 
-settings = SimpleNamespace(seconds=300.0, address='')
+settings = SimpleNamespace(timeout=300.0, address='')
 """Settings from `scalax.distributed.initialize`.
 
 Attributes:
-    seconds: how long this process waits for the others when it exits. Default: the timeout of JAX.
+    timeout: the maximum seconds that this process waits for the others when it exits. Default: the timeout of JAX.
     address: the address of process 0, which knows the states of the others; empty without a watchdog.
 """
 
@@ -121,7 +121,7 @@ def _wait(waiter: _Waiter) -> None:
     start = time.monotonic()
     waiter.start.set()
     since, pause = start, _FIRST
-    while not waiter.finished.wait(min(pause, settings.seconds)):
+    while not waiter.finished.wait(min(pause, settings.timeout)):
         pause, states = _REPEAT, other_states(settings.address)
         # If all processes have reached their exit, and others wait as well, it may be a long computation.
         lagging = lagging_processes(states)
@@ -130,7 +130,7 @@ def _wait(waiter: _Waiter) -> None:
         lines = f'\n{shown(lagging)}' if lagging else ''
         seconds = f'{time.monotonic() - start:.0f} s after the end of the program'
         text = f'{seconds}, data still move: {waiter.pending_text()}{lines}'
-        if time.monotonic() < since + settings.seconds:
+        if time.monotonic() < since + settings.timeout:
             _log.warning('%s', text)
             continue
         _log.error('%s\n%s', text, _ADVICE)

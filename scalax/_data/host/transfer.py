@@ -47,8 +47,8 @@ def put_on_mesh(mesh: Mesh, pytree: Any, shardings: Callable[[], Sequence[Any]])
             for path, leaf, sharding in zip(tree.paths, tree.leaves, resolved, strict=True)
         ], resolved
 
-    call = f'mesh ({MeshAxes.of(mesh)})'
-    return put(pytree, agreement.prepare_and_agree(mesh, 'shard', call, _ADVICE, prepare))
+    options = f'mesh ({MeshAxes.of(mesh)})'
+    return put(pytree, agreement.prepare_and_agree(mesh, 'shard', options, _ADVICE, prepare))
 
 
 def agree_to_fetch(function: str, tree: NamedTree, indices: Sequence[int]) -> None:

@@ -203,7 +203,7 @@ def report(states: list[ProcessState], late: bool, usual: float, silence: float,
         address: the address for `scalax doctor --run`; empty if the user cannot know the secret.
     """
     stuck = [state for state in states if state.silent > silence and state.phase != ENDING]
-    how = ' is stopped, dead or out of reach; last' if stuck else ' is behind'
+    condition = ' is stopped, dead or out of reach; last' if stuck else ' is behind'
     if late and not stuck:
         # The first sign in which processes differ.
         signs = max(zip(*map(_lag_signs, states), strict=True), key=lambda values: len(set(values)) > 1)
@@ -215,7 +215,7 @@ def report(states: list[ProcessState], late: bool, usual: float, silence: float,
     step, ago = max((state.step, state.ago + state.silent) for state in states)
     usually = f' (a step usually takes {usual:.2g} s)' if usual else ''
     dump = f'`py-spy dump --pid {stuck[0].pid}` on {stuck[0].host} shows its threads; ' if stuck else ''
-    lines = [_line(state, how if stuck else '', silence) for state in stuck or states]
+    lines = [_line(state, condition if stuck else '', silence) for state in stuck or states]
     doctor = f'`scalax doctor --run {address}` shows all processes.'
     if not address:
         doctor = f'in a run for which {SECRET_VARIABLE} is set, `scalax doctor --run` shows all processes.'
@@ -225,9 +225,9 @@ def report(states: list[ProcessState], late: bool, usual: float, silence: float,
     )
 
 
-def _line(state: ProcessState, how: str, silence: float) -> str:
+def _line(state: ProcessState, condition: str, silence: float) -> str:
     return (
-        f'process {state.process} (host {state.host}, pid {state.pid}){how}: '
+        f'process {state.process} (host {state.host}, pid {state.pid}){condition}: '
         f'{state.phase} for {state.since:.0f} s{state.line and f" at {state.line}"}, after step {state.step}'
         f'{state.before and f", {state.before} before that"}'
         f'{f"; silent for {state.silent:.0f} s" if state.silent > silence else ""}'
@@ -270,7 +270,7 @@ def query_states(address: str) -> tuple[list[ProcessState], str]:
             if (data := client.read_response(connection.recv(_MAX_MESSAGE))) is not None:
                 text, states = _decode(data)
                 return states, text
-    raise ValueError('it asks for another question each time')
+    raise ValueError('it sends another nonce each time')
 
 
 def local_address() -> str:
