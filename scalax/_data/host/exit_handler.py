@@ -46,7 +46,7 @@ settings = SimpleNamespace(timeout=300.0, address='')
 """Settings from `scalax.distributed.initialize`.
 
 Attributes:
-    timeout: the maximum seconds that this process waits for the others when it exits. Default: the timeout of JAX.
+    timeout: the maximum seconds to wait for the other processes at exit. Default: the timeout of JAX.
     address: the address of process 0, which knows the states of the others; empty without a watchdog.
 """
 
