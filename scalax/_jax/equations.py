@@ -1,8 +1,8 @@
-"""What equations of jaxprs hold: operands, jaxprs inside, and the parameters of each primitive.
+"""Accessors for equations of jaxprs: operands, inner jaxprs, and the parameters of each primitive.
 
-No page of JAX lists the parameters of its primitives. They are read here (those of kernels in `kernels`), in
-all supported versions: each function takes an equation of the primitives that its docstring names. Each
-relies on the parameter that it reads having this name and this meaning.
+No page of JAX lists the parameters of its primitives. They are read here (for kernels in `kernels`), in all
+supported versions. Each function takes an equation of the primitives that its docstring names, and relies on
+the parameter that it reads having this name and this meaning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-# Handed on, so that no other package imports jax.extend.
+# Re-exported, so that no other package imports jax.extend.
 from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 from jax.extend.core import DropVar as DropVar
 from jax.extend.core import Jaxpr as Jaxpr
@@ -35,75 +35,75 @@ DimPairs = tuple[Sequence[int], Sequence[int]]
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
-    """The jaxpr without its constants. Relies on JAX before 0.11 wrapping it, and on one class since.
+    """Returns the open jaxpr of a jaxpr that may be closed.
 
-    What is known of jaxprs and equations is kept in dictionaries with them as keys, which relies on each
-    being equal to itself alone.
+    Relies on JAX before 0.11 wrapping it, and on one class since. Dictionaries have jaxprs and equations as
+    keys, which relies on each being equal to itself only.
     """
     return getattr(jaxpr, 'jaxpr', jaxpr)
 
 
 def argument_names(jaxpr: Any) -> Sequence[str]:
-    """The paths of the arguments of a traced function; none where JAX does not know them.
+    """Returns the paths of the arguments of a traced function; an empty tuple if JAX has none.
 
-    Relies on ``debug_info.arg_names`` having one for each.
+    Relies on ``debug_info.arg_names`` having one for each argument.
     """
     return jaxpr.debug_info.arg_names or ()
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:
-    """The shape of a variable or literal; that of what has none, such as a token, is empty."""
+    """Returns the shape of a variable or literal; an empty tuple for a value without one, such as a token."""
     shape = getattr(atom.aval, 'shape', ())
     return shape if type(shape) is tuple else tuple(shape)
 
 
 def size_of(atom: Any) -> int:
-    """How many elements a variable or literal has."""
+    """Returns the number of elements of a variable or literal."""
     return math.prod(shape_of(atom))
 
 
 def producers_of(jaxpr: Any) -> dict[int, Any]:
-    """The equations of an open jaxpr, by the ids of their results: literals are not hashable."""
+    """Returns the equation that computes each variable of an open jaxpr, by the id of the variable."""
     return {id(var): equation for equation in jaxpr.eqns for var in equation.outvars}
 
 
 def is_on_device(atom: Any) -> bool:
-    """Whether a value is in the memory of devices. Relies on its `memory_space` being named or that one."""
+    """Returns whether a value is in device memory. Relies on *memory_space*, which is None by default."""
     return memory_space(atom.aval) in (None, jax.memory.Space.Device)
 
 
 def is_same_operation(a: Any, b: Any) -> bool:
-    """Whether two equations apply one primitive with equal parameters."""
+    """Returns whether two equations have the same primitive and equal parameters."""
     return a.primitive is b.primitive and a.params == b.params
 
 
 def name_stack(equation: Any) -> str:
-    """The scopes and transformations around an equation.
+    """Returns the scopes and transformations around an equation.
 
-    Relies on ``source_info.name_stack`` writing transformations as they are written in names of operations:
+    Relies on ``source_info.name_stack`` writing transformations as in the names of operations:
     ``jvp(...)``, ``transpose(jvp(...))``, ``rematted_computation``.
     """
     return str(equation.source_info.name_stack)
 
 
 def traceback_of(equation: Any) -> TracebackType | None:
-    """Where the code of an equation is, if JAX knows it. Relies on ``source_info.traceback``."""
+    """Returns the traceback of an equation, if JAX has it. Relies on ``source_info.traceback``."""
     stack = equation.source_info.traceback
     return None if stack is None else stack.as_python_traceback()
 
 
-# Jaxprs inside ---------------------------------------------------------------------------------------
+# Inner jaxprs ----------------------------------------------------------------------------------------
 
-# Primitives that run one jaxpr once, with their own operands and results in order: name -> parameter.
+# Calls: primitives that run one jaxpr once, on all their operands in order: name -> parameter.
 CALLS = {
     **dict.fromkeys(('jit', 'remat2'), 'jaxpr'),
     **dict.fromkeys(('closed_call', 'eval_jaxpr', 'custom_jvp_call', 'custom_vjp_call'), 'call_jaxpr'),
 }
 LOOPS = frozenset({'scan', 'while', 'cond'})
 WITH_JAXPRS = LOOPS | CALLS.keys()
-# Calls of functions whose gradients users have written.
+# Calls of functions with user-defined gradients.
 OWN_GRADIENTS = frozenset({'custom_jvp_call', 'custom_vjp_call'})
-# Others that run one jaxpr once, whose operands or results may be fewer: name -> what holds it.
+# Primitives that run one jaxpr once, perhaps with fewer operands or results: name -> part that holds it.
 RUN_ONCE = {
     **dict.fromkeys(CALLS, ''),
     **dict.fromkeys(('composite', 'custom_partitioning', 'run_scoped', 'shard_map', 'xla_metadata_call'), ''),
@@ -113,36 +113,36 @@ RUN_ONCE = {
 
 
 def call_jaxpr(equation: Any) -> Any:
-    """The jaxpr of a call (`CALLS`)."""
+    """Returns the jaxpr of a call (`CALLS`)."""
     return equation.params[CALLS[equation.primitive.name]]
 
 
-# Calls that say more of what they run, which a compiler or a backend may heed.
+# Calls with annotations that a compiler or a backend may use.
 ANNOTATED_CALLS = frozenset(('custom_partitioning', 'composite', 'xla_metadata_call'))
 
 
 def annotated_call_jaxpr(equation: Any) -> Any:
-    """The jaxpr of a call of `ANNOTATED_CALLS`, open or closed, which takes its operands in order.
+    """Returns the jaxpr, open or closed, of a call of `ANNOTATED_CALLS`; it takes the call's operands.
 
-    Relies on it being the only one in the parameters.
+    Relies on it being the only jaxpr in the parameters.
     """
     [jaxpr] = filter(is_jaxpr, equation.params.values())
     return jaxpr
 
 
 def prevents_cse(equation: Any) -> Sequence[bool]:
-    """Which operands of a call the compiler must not see through.
+    """Returns for each operand of a call whether the compiler must not merge its uses with earlier ones.
 
-    They are those of what `jax.checkpoint` computes again, which would be merged with what was there before.
-    Relies on *differentiated*, and on *prevent_cse* being one for all operands, or one for each.
+    They are the inputs of a rematerialization by `jax.checkpoint`, which common subexpression elimination
+    would undo. Relies on *differentiated*, and on *prevent_cse* being one bool, or one for each operand.
     """
     params, count = equation.params, len(equation.invars)
-    said = params.get('differentiated', False) and params['prevent_cse']
-    return [said] * count if isinstance(said, bool) else said
+    prevent_cse = params.get('differentiated', False) and params['prevent_cse']
+    return [prevent_cse] * count if isinstance(prevent_cse, bool) else prevent_cse
 
 
 def branches(equation: Any) -> Sequence[Any]:
-    """The jaxprs of a `cond`, which take all operands but the first. Relies on *branches*."""
+    """Returns the jaxprs of a `cond`, which take all operands but the first. Relies on *branches*."""
     return equation.params['branches']
 
 
@@ -150,13 +150,13 @@ class Loop(NamedTuple):
     """A `scan` or a `while`.
 
     Attributes:
-        body: the jaxpr of a round: takes constants, what is carried, and one element of each stack; gives
-            what is carried, and elements of stacks.
-        test: the jaxpr of the test of a `while`: takes the operands of the test, and what is carried.
-        tested: how many operands the test alone has; they come first.
-        constants: how many constants a round has.
-        carried: how many values are carried from round to round.
-        length: how many rounds a `scan` has.
+        body: the jaxpr of the body. It takes the constants, the carry and the xs, and returns the next carry
+            and the ys.
+        cond: the jaxpr of the condition of a `while`. It takes its own constants and the carry.
+        num_cond_consts: the number of constants of the condition, which are the first operands.
+        num_consts: the number of constants of the body.
+        num_carry: the number of values of the carry.
+        length: the trip count of a `scan`; None for a `while`.
     """
 
     body: Any
@@ -167,36 +167,38 @@ class Loop(NamedTuple):
     length: int | None
 
     def split(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-        """The constants, what is carried first, and the stacks, of operands or of what stands for them."""
-        state = self.num_cond_consts + self.num_consts
-        stacks = state + self.num_carry
-        return operands[self.num_cond_consts : state], operands[state:stacks], operands[stacks:]
+        """Splits operands, or values for each operand, into constants, the initial carry and the xs."""
+        carry_start = self.num_cond_consts + self.num_consts
+        xs_start = carry_start + self.num_carry
+        consts = operands[self.num_cond_consts : carry_start]
+        return consts, operands[carry_start:xs_start], operands[xs_start:]
 
 
 def loop_of(equation: Any) -> Loop:
-    """How a `scan` or a `while` uses its operands.
+    """Returns how a `scan` or a `while` uses its operands.
 
-    Relies on *jaxpr* and *length*, or *cond_jaxpr*, *body_jaxpr* and the counts of their constants; and on
-    carried values of a `scan` having the same rank inside and outside, stacks one dimension more outside: the
-    numbers of both have other names in each version.
+    Relies on *jaxpr* and *length*, or *cond_jaxpr*, *body_jaxpr* and the counts of their constants. Relies on
+    the carry of a `scan` having the same rank inside and outside, and xs and ys one dimension more outside:
+    the parameters for their numbers have other names in each version.
     """
     params = equation.params
     if equation.primitive.name == 'while':
         counts = params['cond_nconsts'], params['body_nconsts']
         return Loop(params['body_jaxpr'], params['cond_jaxpr'], *counts, len(equation.outvars), None)
     body = open_jaxpr(params['jaxpr'])
-    carried = _leading(_same_rank, equation.outvars, body.outvars)
-    stacked = _leading(lambda *pair: not _same_rank(*pair), equation.invars[::-1], body.invars[::-1])
-    return Loop(params['jaxpr'], None, 0, len(body.invars) - carried - stacked, carried, params['length'])
+    num_carry = _count_leading(_same_rank, equation.outvars, body.outvars)
+    num_xs = _count_leading(lambda *pair: not _same_rank(*pair), equation.invars[::-1], body.invars[::-1])
+    num_consts = len(body.invars) - num_carry - num_xs
+    return Loop(params['jaxpr'], None, 0, num_consts, num_carry, params['length'])
 
 
 def scan_options(equation: Any) -> dict[str, Any]:
-    """The options of ``jax.lax.scan`` that say how a `scan` goes. Relies on *reverse* and *unroll*."""
+    """Returns the options of ``jax.lax.scan`` that a `scan` has. Relies on *reverse* and *unroll*."""
     return {name: equation.params[name] for name in ('reverse', 'unroll')}
 
 
 def trip_count_param(length: int) -> dict[str, Any]:
-    """The parameter of a `scan` that says how many rounds it has. Relies on *length* alone saying it."""
+    """Returns the parameter of a `scan` for its trip count. Relies on *length* being the only one."""
     return {'length': length}
 
 
@@ -204,62 +206,62 @@ def _same_rank(a: Any, b: Any) -> bool:
     return len(shape_of(a)) == len(shape_of(b))
 
 
-def _leading(fits: Callable[[Any, Any], bool], a: Sequence[Any], b: Sequence[Any]) -> int:
-    return sum(1 for _ in itertools.takewhile(lambda pair: fits(*pair), zip(a, b, strict=True)))
+def _count_leading(matches: Callable[[Any, Any], bool], a: Sequence[Any], b: Sequence[Any]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: matches(*pair), zip(a, b, strict=True)))
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether a value of a parameter is a jaxpr, open or closed."""
+    """Returns whether a value of a parameter is a jaxpr, open or closed."""
     return isinstance(value, ClosedJaxpr | Jaxpr)
 
 
 def param_values(equation: Any) -> Iterator[Any]:
-    """What the parameters of an equation hold, also inside tuples, dicts and dataclasses."""
-    return _values(equation.params)
+    """Yields the values of the parameters of an equation, also inside tuples, dicts and dataclasses."""
+    return _leaf_values(equation.params)
 
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
-def _values(value: Any) -> Iterator[Any]:
+def _leaf_values(value: Any) -> Iterator[Any]:
     if isinstance(value, dict):
         value = tuple(value.values())
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = tuple(getattr(value, field.name, None) for field in dataclasses.fields(value))
     if isinstance(value, list | tuple):
         for part in value:
-            if type(part) in _PLAIN:  # most, without an iterator for each
+            if type(part) in _PLAIN:  # a fast path for most values
                 yield part
             else:
-                yield from _values(part)
+                yield from _leaf_values(part)
     else:
         yield value
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """The jaxprs that the parameters of any equation hold, without their constants."""
+    """Returns the open jaxprs in the parameters of an equation."""
     return iter(_jaxprs_of(equation.params.values()) if equation.params else ())
 
 
 def _jaxprs_of(values: Iterable[Any]) -> list[Any]:
-    """The same of some values: those that `_values` gives, without an iterator for each."""
-    found = list[Any]()
+    """Returns the open jaxprs in values, also inside tuples, dicts and dataclasses."""
+    jaxprs = list[Any]()
     for value in values:
         value_type: Any = type(value)
         kind = _kind(value_type)
         if kind == 'jaxpr':
-            found.append(open_jaxpr(value))
+            jaxprs.append(open_jaxpr(value))
         elif kind == 'sequence':
             if not _PLAIN.issuperset(map(type, value)):
-                found += _jaxprs_of(value)
+                jaxprs += _jaxprs_of(value)
         elif kind:
-            found += map(open_jaxpr, filter(is_jaxpr, _values(value)))
-    return found
+            jaxprs += map(open_jaxpr, filter(is_jaxpr, _leaf_values(value)))
+    return jaxprs
 
 
 @functools.lru_cache(maxsize=4096)
 def _kind(kind: Any) -> str:
-    """What values of a type may hold jaxprs as; nothing of others."""
+    """Returns how values of a type may hold jaxprs; an empty string if they cannot."""
     if issubclass(kind, ClosedJaxpr | Jaxpr):
         return 'jaxpr'
     if issubclass(kind, list | tuple):
@@ -268,34 +270,34 @@ def _kind(kind: Any) -> str:
 
 
 def run_once_jaxpr(equation: Any) -> Any:
-    """The jaxpr that an equation of `RUN_ONCE` runs; of a linear solve the one that solves it.
+    """Returns the jaxpr that an equation of `RUN_ONCE` runs; for a linear solve, the jaxpr that solves it.
 
-    Relies on it being the first of those in the parameters, or in *jaxprs* or a parameter of its name.
+    Relies on it being the first jaxpr in the parameters, or in *jaxprs* or a parameter of its name.
     """
     params, part = equation.params, RUN_ONCE[equation.primitive.name]
-    held = getattr(params.get('jaxprs'), part, None) or params.get(part, params) if part else params
-    return open_jaxpr(next(filter(is_jaxpr, _values(held))))
+    value = getattr(params.get('jaxprs'), part, None) or params.get(part, params) if part else params
+    return open_jaxpr(next(filter(is_jaxpr, _leaf_values(value))))
 
 
 def linear_solve_call(equation: Any) -> tuple[Any, Sequence[Any]]:
-    """The closed jaxpr that solves a `custom_linear_solve`, and its operands.
+    """Returns the closed jaxpr that solves a `custom_linear_solve`, and its operands.
 
-    Relies on *jaxprs* and *const_lengths* being tuples of *matvec*, *vecmat*, *solve* and *transpose_solve*:
-    the operands of these come first, in order, and then the right-hand sides, which each of them takes last.
+    Relies on *jaxprs* and *const_lengths* being tuples of *matvec*, *vecmat*, *solve* and *transpose_solve*.
+    The operands of these come first, in order, and then the right-hand sides, which each of them takes last.
     """
     counts = equation.params['const_lengths']
-    before, count = counts.matvec + counts.vecmat, counts.solve
-    operands = equation.invars
-    return equation.params['jaxprs'].solve, [*operands[before : before + count], *operands[sum(counts) :]]
+    start, operands = counts.matvec + counts.vecmat, equation.invars
+    solve_operands = [*operands[start : start + counts.solve], *operands[sum(counts) :]]
+    return equation.params['jaxprs'].solve, solve_operands
 
 
 def custom_vmap_call(equation: Any) -> tuple[Any, Sequence[Any]]:
-    """The closed jaxpr that a `custom_vmap_call` runs, and its operands. Relies on *call* taking all."""
+    """Returns the closed jaxpr of a `custom_vmap_call`, and its operands. Relies on *call* taking all."""
     return equation.params['call'], equation.invars
 
 
 def expansion(equation: Any) -> Callable[..., Sequence[Any]] | None:
-    """The function of arrays that a `call_hi_primitive` stands for; None if it is not known.
+    """Returns the function of arrays that a `call_hi_primitive` stands for; None if it is unknown.
 
     Relies on a parameter being a primitive of ``jax.experimental.hijax``, which has `expand`, and the
     structure of the arguments in *in_tree*.
@@ -313,15 +315,15 @@ def expansion(equation: Any) -> Callable[..., Sequence[Any]] | None:
 
 
 def takes_arrays(jaxpr: Any) -> bool:
-    """Whether all arguments of a jaxpr are arrays, and none is a reference, as those of kernels are.
+    """Returns whether all arguments of a jaxpr are arrays, and none is a reference as in kernels.
 
-    Relies on types of references being no ``jax.core.ShapedArray``.
+    Relies on types of references not being a ``jax.core.ShapedArray``.
     """
     return all(isinstance(var.aval, jax.core.ShapedArray) for var in open_jaxpr(jaxpr).invars)
 
 
 def takes_refs(equation: Any) -> bool:
-    """Whether an equation makes, reads or changes an array that can be changed in place.
+    """Returns whether an equation creates, reads or writes a mutable array.
 
     Relies on types of such arrays being `jax.ref.AbstractRef`.
     """
@@ -329,28 +331,31 @@ def takes_refs(equation: Any) -> bool:
 
 
 def all_equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr and of those inside it."""
+    """Yields the equations of a jaxpr and of its inner jaxprs."""
     return with_inner_equations(open_jaxpr(jaxpr).eqns)
 
 
 def with_inner_equations(eqns: Iterable[Any]) -> Iterator[Any]:
-    """Equations, each with those of the jaxprs inside it."""
+    """Yields equations, each followed by the equations of its inner jaxprs."""
     for equation in eqns:
         yield equation
-        for inside in inner_jaxprs(equation):
-            yield from with_inner_equations(inside.eqns)
+        for jaxpr in inner_jaxprs(equation):
+            yield from with_inner_equations(jaxpr.eqns)
 
 
 def draws_per_key(equation: Any) -> bool:
-    """Whether a `random_bits` draws for each key separately. Relies on ``key<fry>`` naming threefry keys."""
+    """Returns whether a `random_bits` draws for each key separately.
+
+    Relies on ``key<fry>`` being the dtype of threefry keys.
+    """
     return str(equation.invars[0].aval.dtype) == 'key<fry>'
 
 
 def draws_same_under_vmap(jaxpr: Any) -> bool:
-    """Whether what a jaxpr draws of keys is the same under `jax.vmap`.
+    """Returns whether a jaxpr draws the same random numbers under `jax.vmap`.
 
-    With many keys of the other generators of JAX, *rbg* and *unsafe_rbg*, all is drawn of the first one. Of a
-    generator of somebody else nothing is known. Relies on ``key<fry>`` being the dtype of threefry's keys.
+    For several keys of JAX's other generators, *rbg* and *unsafe_rbg*, it would draw all numbers from the
+    first key; other generators are unknown. Relies on ``key<fry>`` being the dtype of threefry keys.
     """
     for equation in all_equations(jaxpr):
         if equation.primitive.name in ('rng_bit_generator', 'rng_uniform'):
@@ -366,16 +371,16 @@ def draws_same_under_vmap(jaxpr: Any) -> bool:
 
 
 def dim_of(equation: Any) -> int:
-    """The one dimension along which `sort`, `top_k`, `approx_top_k`, `stack`, `unstack` or `iota` works.
+    """Returns the dimension along which `sort`, `top_k`, `approx_top_k`, `stack`, `unstack` or `iota` acts.
 
-    It may count from the last one. Relies on *dimension*, *axis* or *reduction_dimension*.
+    It may be negative. Relies on *dimension*, *axis* or *reduction_dimension*.
     """
     params = equation.params
     return params[next(name for name in ('dimension', 'axis', 'reduction_dimension') if name in params)]
 
 
 def acts_along(equation: Any, dim: int) -> bool:
-    """Whether `rev`, `pad`, a cumulative operation, or one on windows works along a dimension.
+    """Returns whether `rev`, `pad`, a cumulative or a window operation acts along a dimension.
 
     Relies on *axis*, *dimensions*, *padding_config*, or *window_dimensions* and *padding*.
     """
@@ -388,17 +393,17 @@ def acts_along(equation: Any, dim: int) -> bool:
 
 
 def count_sort_keys(equation: Any) -> int:
-    """By how many of its operands, the first ones, a `sort` sorts. Relies on *num_keys*."""
+    """Returns how many operands of a `sort`, the first ones, are its keys. Relies on *num_keys*."""
     return equation.params['num_keys']
 
 
 def has_all_groups(equation: Any) -> bool:
-    """Whether a `ragged_dot_general` takes all groups. Relies on *group_offset* being None then."""
+    """Returns whether a `ragged_dot_general` has all groups. Relies on *group_offset* being None then."""
     return equation.params['group_offset'] is None
 
 
 def removed_dims(equation: Any) -> Sequence[int]:
-    """The dimensions that a reduction, `argmax`, `argmin` or `squeeze` removes.
+    """Returns the dimensions that a reduction, `argmax`, `argmin` or `squeeze` removes.
 
     Relies on *axes*, or *dimensions* of `reduce` and `squeeze`.
     """
@@ -407,37 +412,37 @@ def removed_dims(equation: Any) -> Sequence[int]:
 
 
 def broadcast_dims(equation: Any) -> Sequence[int]:
-    """Which dimensions of its result those of the operand of `broadcast_in_dim` are."""
+    """Returns the result dimension that each operand dimension of `broadcast_in_dim` becomes."""
     return equation.params['broadcast_dimensions']
 
 
 def permutation(equation: Any) -> Sequence[int]:
-    """Which dimension of its operand each of the result of `transpose` is."""
+    """Returns the operand dimension that each result dimension of `transpose` comes from."""
     return equation.params['permutation']
 
 
 def permutes_elements(equation: Any) -> bool:
-    """Whether a `reshape` reads its operand in another order. Relies on *dimensions*, which is then given."""
+    """Returns whether a `reshape` also permutes its elements. Relies on *dimensions* not being None then."""
     return equation.params.get('dimensions') is not None
 
 
 def is_left_side(equation: Any) -> bool:
-    """Whether the matrix of a `triangular_solve` is on the left of the unknowns. Relies on *left_side*."""
+    """Returns whether the matrix of a `triangular_solve` is left of the unknowns. Relies on *left_side*."""
     return equation.params['left_side']
 
 
 def fft_lengths(equation: Any) -> Sequence[int]:
-    """The lengths of the last dimensions, along which `fft` works."""
+    """Returns the lengths of the last dimensions, along which `fft` acts."""
     return equation.params['fft_lengths']
 
 
 def dot_dims(equation: Any) -> tuple[DimPairs, DimPairs]:
-    """The contracted and the batch dimensions of `dot_general`. Relies on *dimension_numbers*."""
+    """Returns the contracted and the batch dimensions of `dot_general`. Relies on *dimension_numbers*."""
     return equation.params['dimension_numbers']
 
 
 def ragged_dot_dims(equation: Any) -> tuple[DimPairs, DimPairs, Sequence[int]]:
-    """The same of `ragged_dot_general`, and the dimensions of groups on the right.
+    """Returns the contracted, batch and right-hand group dimensions of `ragged_dot_general`.
 
     Relies on *ragged_dot_dimension_numbers*.
     """
@@ -446,33 +451,36 @@ def ragged_dot_dims(equation: Any) -> tuple[DimPairs, DimPairs, Sequence[int]]:
 
 
 def ragged_dim(equation: Any) -> int:
-    """The dimension of rows on the left of `ragged_dot_general`. Relies on there being one."""
+    """Returns the ragged dimension of the left operand of `ragged_dot_general`. Relies on there being one."""
     return equation.params['ragged_dot_dimension_numbers'].lhs_ragged_dimensions[0]
 
 
 def conv_dims(equation: Any) -> Any:
-    """The *lhs_spec*, *rhs_spec* and *out_spec* of `conv_general_dilated`: rows, channels, then windows."""
+    """Returns the *lhs_spec*, *rhs_spec* and *out_spec* of `conv_general_dilated`.
+
+    They have the dimensions of examples and of channels first, then the spatial ones.
+    """
     return equation.params['dimension_numbers']
 
 
 def conv_groups(equation: Any) -> tuple[int, int]:
-    """In how many groups features and rows of `conv_general_dilated` are."""
+    """Returns the numbers of feature groups and of batch groups of `conv_general_dilated`."""
     return equation.params['feature_group_count'], equation.params['batch_group_count']
 
 
 def conv_windows(equation: Any) -> Iterator[tuple[int, tuple[int, int], int, int]]:
-    """Stride, padding, and dilation of input and kernel, of each window dimension of a convolution."""
+    """Returns (stride, padding, input dilation, kernel dilation) of each spatial dimension of a conv."""
     names = 'window_strides', 'padding', 'lhs_dilation', 'rhs_dilation'
     return zip(*[equation.params[name] for name in names], strict=True)
 
 
 def gather_dims(equation: Any) -> Any:
-    """The ``jax.lax.GatherDimensionNumbers`` of `gather`."""
+    """Returns the ``jax.lax.GatherDimensionNumbers`` of `gather`."""
     return equation.params['dimension_numbers']
 
 
 def slice_bounds(equation: Any) -> list[tuple[int, int, int]]:
-    """The start, the limit and the stride of a `slice` in each dimension.
+    """Returns the start, the limit and the stride of a `slice` in each dimension.
 
     Relies on *start_indices*, *limit_indices* and *strides*, which is None if all are 1.
     """
@@ -482,33 +490,33 @@ def slice_bounds(equation: Any) -> list[tuple[int, int, int]]:
 
 
 def slice_sizes(equation: Any) -> Sequence[int]:
-    """How much `gather` takes along each dimension of its operand."""
+    """Returns the size of the slices of `gather` along each dimension of its operand."""
     return equation.params['slice_sizes']
 
 
 def bounds_mode(equation: Any) -> Any:
-    """What a `gather` or a scatter does with indices out of bounds: a ``jax.lax.GatherScatterMode``."""
+    """Returns the ``jax.lax.GatherScatterMode`` of a `gather` or a scatter, for indices out of bounds."""
     return equation.params['mode']
 
 
 def fill_value(equation: Any) -> Any:
-    """What a `gather` gives for indices out of bounds; None for its default."""
+    """Returns the value that a `gather` has for indices out of bounds; None for its default."""
     return equation.params['fill_value']
 
 
 def indices_are_sorted(equation: Any) -> bool:
-    """Whether a `gather` or a scatter relies on its indices being sorted. Relies on *indices_are_sorted*."""
+    """Returns whether a `gather` or a scatter assumes sorted indices. Relies on *indices_are_sorted*."""
     return equation.params.get('indices_are_sorted', False)
 
 
 def scatter_dims(equation: Any) -> Any:
-    """The ``jax.lax.ScatterDimensionNumbers`` of a scatter."""
+    """Returns the ``jax.lax.ScatterDimensionNumbers`` of a scatter."""
     return equation.params['dimension_numbers']
 
 
 # Shardings -------------------------------------------------------------------------------------------
 
-# The parameters that say where the operands and the results are.
+# The parameters for the shardings of the operands, and of the results.
 SHARDING_PARAMS = {
     'sharding_constraint': ('sharding', 'sharding'),
     'device_put': ('devices', 'devices'),
@@ -517,55 +525,58 @@ SHARDING_PARAMS = {
 
 
 def sharding_params(equation: Any) -> list[dict[int, jax.sharding.Sharding]]:
-    """The shardings that an equation of `SHARDING_PARAMS` gives its operands, and its results, by number.
+    """Returns the shardings that an equation of `SHARDING_PARAMS` specifies for operands, and for results.
 
-    Relies on what says nothing being no ``jax.sharding.Sharding``.
+    Each is a dictionary: index -> sharding. Relies on unspecified ones not being a ``jax.sharding.Sharding``.
     """
-    said = [equation.params[name] for name in SHARDING_PARAMS[equation.primitive.name]]
-    each = [shardings if isinstance(shardings, tuple) else (shardings,) for shardings in said]
-    return [{i: x for i, x in enumerate(every) if isinstance(x, jax.sharding.Sharding)} for every in each]
+    params = [equation.params[name] for name in SHARDING_PARAMS[equation.primitive.name]]
+    tuples = [shardings if isinstance(shardings, tuple) else (shardings,) for shardings in params]
+    return [
+        {i: x for i, x in enumerate(shardings) if isinstance(x, jax.sharding.Sharding)}
+        for shardings in tuples
+    ]
 
 
 def shard_map_in_specs(equation: Any) -> Sequence[Any]:
-    """The specs of the operands of a `shard_map`. Relies on *in_specs*."""
+    """Returns the specs of the operands of a `shard_map`. Relies on *in_specs*."""
     return equation.params['in_specs']
 
 
 def shard_map_out_specs(equation: Any) -> Sequence[Any]:
-    """The specs of the results of a `shard_map`. Relies on *out_specs*."""
+    """Returns the specs of the results of a `shard_map`. Relies on *out_specs*."""
     return equation.params['out_specs']
 
 
 def shard_map_jaxpr(equation: Any) -> tuple[Any, jax.sharding.AbstractMesh]:
-    """The jaxpr of a `shard_map`, and the mesh that is in force in it.
+    """Returns the jaxpr of a `shard_map`, and the ambient mesh in it.
 
-    Relies on *jaxpr*, *mesh*, and *newly_manual_axes* or *manual_axes*; and on `update` of meshes, which
-    keeps what they say of devices: JAX compares that where it differentiates.
+    Relies on *jaxpr*, *mesh*, and *newly_manual_axes* or *manual_axes*; and on `update` of meshes keeping
+    their devices, which JAX compares when it differentiates.
     """
     params = equation.params
     mesh = getattr(params['mesh'], 'abstract_mesh', params['mesh'])
     manual = {*mesh.manual_axes, *_manual_axes(params)}
     types = [
-        AxisType.Manual if name in manual else each
-        for name, each in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        AxisType.Manual if name in manual else axis_type
+        for name, axis_type in zip(mesh.axis_names, mesh.axis_types, strict=True)
     ]
     return params['jaxpr'], mesh.update(axis_types=(*types,))
 
 
 def named_axes_of(equation: Any) -> tuple[str, ...]:
-    """The mesh axes that an operation names along which devices exchange something, or differ.
+    """Returns the mesh axes of a collective, or of another operation with axis names such as `axis_index`.
 
-    Relies on *axes*, or *axis_name*, holding them: names, or dimensions of the operand of other operations.
+    Relies on *axes*, or *axis_name*. Other operations have dimensions of the operand there, not names.
     """
     named = equation.params.get('axes', equation.params.get('axis_name', ()))
     return tuple(axis for axis in (named if isinstance(named, tuple) else (named,)) if isinstance(axis, str))
 
 
 def collective_dims(equation: Any) -> list[dict[int, int]] | None:
-    """The dimensions of the operands of a collective that its results have as they are.
+    """Returns the dimensions of a collective's operands that its results have unchanged.
 
-    One dictionary for each result, of the operand of its number: dimension of the result -> dimension of the
-    operand. None if it is not known. Relies on *axes* (which may be dimensions), *all_gather_dimension*,
+    There is one dictionary for each result: result dimension -> dimension of the operand with the same index.
+    Returns None if they are unknown. Relies on *axes* (which may be dimensions), *all_gather_dimension*,
     *scatter_dimension*, *split_axis* and *concat_axis*, and *tiled*.
     """
     params, name = equation.params, equation.primitive.name
@@ -588,23 +599,26 @@ def collective_dims(equation: Any) -> list[dict[int, int]] | None:
 
 
 def count_shard_map_devices(equation: Any) -> int:
-    """How many blocks a `shard_map` runs on. Relies on *mesh* and *newly_manual_axes* or *manual_axes*."""
+    """Returns the number of devices along the manual axes of a `shard_map`.
+
+    Relies on *mesh* and *newly_manual_axes* or *manual_axes*.
+    """
     sizes = equation.params['mesh'].shape
     return math.prod(sizes[axis] for axis in _manual_axes(equation.params))
 
 
 def shard_map_manual_axes(equation: Any) -> frozenset[str]:
-    """The mesh axes that a `shard_map` makes manual. Relies on what `count_shard_map_devices` relies on."""
+    """Returns the mesh axes that a `shard_map` makes manual, as `count_shard_map_devices` reads them."""
     return frozenset(_manual_axes(equation.params))
 
 
 def shard_map_mesh_shape(equation: Any) -> Mapping[str, int]:
-    """The sizes of the axes of the mesh of a `shard_map`, in order. Relies on *mesh*."""
+    """Returns the sizes of the mesh axes of a `shard_map`, in order. Relies on *mesh*."""
     return equation.params['mesh'].shape
 
 
 def has_effects(equation: Any) -> bool:
-    """Whether an equation does more than to compute its results.
+    """Returns whether an equation has side effects.
 
     Naming a mesh axis does not count. Relies on the class of such effects being called NamedAxisEffect.
     """
@@ -612,7 +626,7 @@ def has_effects(equation: Any) -> bool:
 
 
 def is_ordered(equation: Any) -> bool:
-    """Whether a callback to Python runs in the order of the program.
+    """Returns whether a callback to Python runs in program order.
 
     Relies on the classes of effects of such callbacks having names that begin with *Ordered*.
     """
@@ -620,15 +634,15 @@ def is_ordered(equation: Any) -> bool:
 
 
 def is_partitioned_callback(equation: Any) -> bool:
-    """Whether a callback gets the block of each device. Relies on *partitioned*."""
+    """Returns whether a callback gets the local shard of each device. Relies on *partitioned*."""
     return bool(equation.params.get('partitioned'))
 
 
 def sharding_callback(equation: Any) -> Any:
-    """The function that an ``inspect_sharding`` tells the sharding of its operand. Relies on *callback*."""
+    """Returns the function that an ``inspect_sharding`` calls with a sharding. Relies on *callback*."""
     return equation.params['callback']
 
 
 def _manual_axes(params: Mapping[str, Any]) -> Iterable[str]:
-    """The mesh axes that a `shard_map` makes manual: all of them, if it names none."""
+    """Returns the mesh axes that a `shard_map` makes manual: all axes if it names none."""
     return params.get('newly_manual_axes') or params.get('shard_map_manual_axes') or params['mesh'].axis_names
