@@ -171,7 +171,10 @@ def test_parameters_of_jit_that_have_entries_for_operands_and_results() -> None:
     with contract('has the known parameters of jit for each operand and result', 'to bind what it follows'):
         params = equation_in('jit', jax.jit(fun), X, X).params
         lengths = {name: len(value) for name, value in params.items() if isinstance(value, tuple) and value}
-        expected = {**dict.fromkeys(rewriting._OF_OPERANDS, 2), **dict.fromkeys(rewriting._OF_RESULTS, 5)}
+        expected = {
+            **dict.fromkeys(rewriting.JIT_OPERAND_PARAMS, 2),
+            **dict.fromkeys(rewriting.JIT_RESULT_PARAMS, 5),
+        }
         assert lengths == expected
 
 

@@ -57,7 +57,7 @@ def find_pipelines(
         StagesError: something has to be changed, in the model, the rules or the mesh.
     """
     _check_rounds(pipeline, sizes[pipeline.axis])
-    jaxpr = rewriting.inline_and_sink_constants(jaxpr, (), around='scan')
+    jaxpr = rewriting.inline_and_sink_constants(jaxpr, (), containing='scan')
     rows = _rows_of(arguments)
     microbatching = _microbatching(jaxpr, arguments, rows, sizes, pipeline)
     marks = [*_marks(jaxpr, arguments, rows, pipeline.axis)]

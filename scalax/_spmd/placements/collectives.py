@@ -131,7 +131,11 @@ class CollectiveWriter:
         is_extreme = op.kind == 'all_reduce' and op.reduce_op != 'sum'
         is_ordered = is_extreme and jnp.issubdtype(operand.aval.dtype, jnp.floating)
         function = _max_or_min(op.reduce_op, key[1]) if is_ordered else _op_function(*key, is_key)
-        is_wide = self._code.adds_wide and operand.aval.dtype == jnp.bfloat16 and op.kind in _REDUCING_KINDS
+        is_wide = (
+            self._code.widens_bfloat16_sums
+            and operand.aval.dtype == jnp.bfloat16
+            and op.kind in _REDUCING_KINDS
+        )
         if is_wide:
             function = _in_float32(function)
         is_complex = op.kind == 'reduce_scatter' and jnp.issubdtype(operand.aval.dtype, jnp.complexfloating)

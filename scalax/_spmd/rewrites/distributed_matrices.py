@@ -75,8 +75,8 @@ class _Distribution(Rewriter):
         """Returns a jaxpr, open or closed, with distributed matrix functions."""
         if jaxpr in self._distributed:
             return jaxpr
-        if jaxpr in self._known:
-            return self._known[jaxpr]
+        if jaxpr in self._rewritten:
+            return self._rewritten[jaxpr]
         groups: dict[Any, list[MatrixFunction]] = {}
         for function in find_matrix_functions(jaxpr, self._state):
             if self._becomes_state(function):

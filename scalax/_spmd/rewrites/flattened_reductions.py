@@ -49,8 +49,8 @@ class _Unflattening(Rewriter):
 
     def jaxpr(self, jaxpr: Any) -> Any:
         """Returns a jaxpr, open or closed, without flattening before reductions."""
-        if jaxpr in self._known:
-            return self._known[jaxpr]
+        if jaxpr in self._rewritten:
+            return self._rewritten[jaxpr]
         flattened = _original_shapes(open_jaxpr(jaxpr).eqns)
         if flattened:
             # jnp.linalg.norm and jnp.vdot are jitted functions.
