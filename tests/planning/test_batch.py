@@ -125,7 +125,7 @@ SPEAKING = {
 def test_what_mixes_examples_is_listed_with_its_line(fun, options, snapshot):
     # How many collectives and places there are depends on the version of JAX.
     text = re.sub(
-        r'\d+ (collective|more place)s?', r'some \1s', '\n'.join(text_of_batch(planned(fun, **options)))
+        r'\d+ (collective|more operation)s?', r'some \1s', '\n'.join(text_of_batch(planned(fun, **options)))
     )
     snapshot(re.sub(r'(test_batch\.py):\d+', r'\1', text))
 

@@ -153,13 +153,13 @@ def test_words_of_a_page():
         'the model needs 2.20 TFLOPs': '2.20 TFLOPs',
     }
     verdict = '12.0 GiB of 15.8 GiB: it fits'
-    assert f'memory of each device (quick, as laid out before code is made): {verdict}' in said
-    heads = said.index('because of')
+    assert f'memory of each device (quick: the layout before code generation): {verdict}' in said
+    heads = said.index('reason')
     assert said[heads - 6 : heads] == ['collective', 'axes', 'times', 'bytes', 'total', 'ms']
     assert 'does not fit' in words(too_large()) and 'RESOURCE_EXHAUSTED: too <large>' in words(too_large())
     said = words(too_large())
     row = said.index("argument params['<b>']")
-    assert said[row - 2 : row + 3] == ['1.0 GiB', '2 x bf16[48,4096]', said[row], '30.0 GiB', 'smaller ones']
+    assert said[row - 2 : row + 3] == ['1.0 GiB', '2 x bf16[48,4096]', said[row], '30.0 GiB', 'smaller arrays']
 
 
 def test_three_figures():
@@ -215,7 +215,7 @@ def test_the_batch():
     title = said.index('Partitioning along the batch')
     assert said[title + 1] == "partitioned along fsdp; its batch is 'x': 1 collective of scalax in one call"
     assert 'examples gathered for sort at model.py:9 route: float32[64], 256 B' in said
-    assert 'computed alike by all devices: sort at model.py:9 route: float32[64], 256 B' in said
+    assert 'computed redundantly by all devices: sort at model.py:9 route: float32[64], 256 B' in said
     assert 'Partitioning along the batch' not in words(dataclasses.replace(plan(), propagation=None))
 
 

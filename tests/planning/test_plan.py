@@ -188,11 +188,11 @@ def test_text():
     )
     lines = HELPER.plan(PROGRAMS['data_parallel']()[1], leaf(64, 32), leaf(16, 64)).to_text(90).splitlines()
     # Along tp nothing is divided.
-    assert lines[2] == 'the devices compute 2 times that: halos, or what is not divided'
-    assert lines[3].startswith('memory of each device (as XLA for cpu counts: an estimate): ')
-    first = lines.index('collectives in one call (bytes: the full array of one group, each time):')
+    assert lines[2] == 'the devices compute 2 times that: halos, or work that is not sharded'
+    assert lines[3].startswith('memory of each device (estimated by XLA for cpu): ')
+    first = lines.index('collectives in one call (bytes: the gathered array of one group, per execution):')
     assert lines[first + 1 :] == [
-        'collective  axes  times    bytes    total  phase     because of',
+        'collective  axes  times    bytes    total  phase     reason',
         '-' * len(lines[first + 2]),
         lines[first + 3],
         '',
@@ -235,7 +235,7 @@ def test_text_of_memory_and_of_quick_plans():
         'memory of each device: 4.0 MiB of 16.0 GiB: it fits',
         '  arguments       1.0 MiB',
         '  outputs             0 B',
-        '  temporaries     5.0 MiB, not all at a time',
+        '  temporaries     5.0 MiB, not all live at once',
         '',
     ]
     # A program takes the gaps too.
@@ -243,7 +243,7 @@ def test_text_of_memory_and_of_quick_plans():
     assert tight.fits is False
     said = '4.0 MiB, and 6.0 MiB with gaps between arrays, of 5.0 MiB: it does NOT fit'
     assert tight.to_text(200).splitlines()[1].endswith(said)
-    said = '  temporaries     5.0 MiB, not all at a time; a full plan may have more'
+    said = '  temporaries     5.0 MiB, not all live at once; a full plan may have more'
     assert tight.to_text(200).splitlines()[4] == said
     line = Source(file='job.py', line=7, function='layer')
     buffers = (
@@ -257,15 +257,15 @@ def test_text_of_memory_and_of_quick_plans():
         host_transfers=HostTransfers(2**23, 2**24),
     )
     assert held.to_text(100).splitlines()[4:13] == [
-        '  temporaries     5.0 MiB, of which 2.0 MiB are gaps when most is held',
+        '  temporaries     5.0 MiB, of which 2.0 MiB are gaps at the peak',
         '  on the host     8.0 MiB, 8.0 MiB are written there and 16.0 MiB read in one call',
-        'held at the peak: 4.0 MiB, 87 % of it with a source:',
-        '    bytes  array              what it is',
+        'live at the peak: 4.0 MiB, 87 % with a known source:',
+        '    bytes  array              source',
         '--------------------------------------------',
         '  2.5 MiB  2 x f32[256,1280]  job.py:7 layer',
         '  1.0 MiB  f32[512,512]       argument x',
         '256.0 KiB  f32[256,256]       not known',
-        '256.0 KiB  smaller ones',
+        '256.0 KiB  smaller arrays',
     ]
     # Most of it is enough.
     most = dataclasses.replace(held, buffers=tuple(Buffer(2**19, f'f32[{i}]', line) for i in range(8)))
@@ -274,8 +274,8 @@ def test_text_of_memory_and_of_quick_plans():
         '',
     ]
     assert Plan.load(held.to_json()) == held
-    for peak, said in {2**31 - 1: '; only a guide for so little', 2**31: ''}.items():
-        known = f'(quick, as laid out before code is made{said})'
+    for peak, said in {2**31 - 1: ', a rough guide for small programs', 2**31: ''}.items():
+        known = f'(quick: the layout before code generation{said})'
         memory = dataclasses.replace(memory, peak=peak)
         assert known in str(dataclasses.replace(full, quick=True, memory=memory))
 
@@ -340,7 +340,7 @@ def test_what_devices_compute_more_than_the_function_needs_is_said():
     assert {row.cause for row in plan.collectives} == {'halo'}
     # 46 pairs of a row and a row of the kernel, and 48 on the devices.
     assert 8 * plan.device_cost.flops / plan.flops == pytest.approx(48 / 46)
-    assert 'the devices compute 1.04 times that: halos, or what is not divided' in str(plan).splitlines()
+    assert 'the devices compute 1.04 times that: halos, or work that is not sharded' in str(plan).splitlines()
     assert '1.04 times' in plan._repr_html_()
     one = MeshShardingHelper([2], ['tp'], devices=jax.devices()[:2])
     rows = one.sjit(convolve, in_shardings=(P('tp'), P()))
@@ -355,7 +355,7 @@ def test_what_devices_compute_in_a_loop_of_unknown_length_is_said():
 
     x = leaf(64, 64)
     for spec, line in (
-        (P(), 'the devices compute at least 8 times that: halos, or what is not divided'),
+        (P(), 'the devices compute at least 8 times that: halos, or work that is not sharded'),
         (P(('fsdp', 'tp')), None),
     ):
         plan = HELPER.plan(HELPER.sjit(converge, in_shardings=(spec, P())), x, x)

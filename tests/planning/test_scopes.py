@@ -53,7 +53,7 @@ def is_whole(plan):
         assert sum(runs.count for runs in row.scopes) == row.count
     moved = sum(row.count * row.bytes for row in plan.collectives)
     by_phase = costs_by_phase(plan, None)
-    assert sum(each.moved for each in by_phase.values()) == moved
+    assert sum(entry.collective_bytes for entry in by_phase.values()) == moved
     return True
 
 

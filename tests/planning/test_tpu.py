@@ -179,7 +179,9 @@ def test_quick_memory_is_that_of_a_full_plan():
         plan.device_cost,
     )
     assert hurried.roofline() == plan.roofline()
-    said = 'memory of each device (quick, as laid out before code is made; only a guide for so little): '
+    said = (
+        'memory of each device (quick: the layout before code generation, a rough guide for small programs): '
+    )
     assert said in str(hurried)
     assert Plan.load(hurried.to_json()) == hurried
 
@@ -241,7 +243,7 @@ def test_the_text_says_what_fits_and_what_bounds():
     peak = f'{refused().memory.peak / GIB:.1f} GiB'
     assert lines[0] == 'step on 8 devices of v5e (fsdp=4, tp=2)'
     assert lines[2] == (f'memory of each device: {peak} of 15.8 GiB: it does NOT fit')
-    assert lines[6] == f'held at the peak: {peak}, 99 % of it with a source:'
+    assert lines[6] == f'live at the peak: {peak}, 99 % with a known source:'
     assert lines[9].startswith('12.0 GiB  bf16[48,')
     assert any(line.startswith('one call on 8 devices of v5e: ') for line in lines)
     # Of two products a layer, forward and twice back, one is computed again: 6 of 7 are the model's.

@@ -1,4 +1,4 @@
-"""Partitioning in plans: the batch, what mixes its examples, and what all devices compute alike."""
+"""Plan section on partitioning: the batch, operations that mix examples, and redundant computation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from scalax._spmd.report.collective_reasons import CollectiveRow
 from scalax._spmd.report.explain import PropagationReport, RedundantWork, batch_text, gradient_lines
 from scalax.errors import plural
 
-_MOST = 5
-_LARGE = 0.01  # of the operations of a device
+_MAX_LINES = 5
+_MIN_SHARE = 0.01  # of the FLOPs of a device
 
 
 def partitioned_line(report: PropagationReport | None) -> str:
-    """Returns how a step is partitioned along its batch; an empty line if it is not."""
+    """Describes how a step is partitioned along its batch; empty if it is not."""
     if report is None or not report.axes:
         return ''
     count = sum(max(1, row.count) for row in report.collectives)
@@ -22,36 +22,39 @@ def partitioned_line(report: PropagationReport | None) -> str:
 
 
 def mixing_lines(report: PropagationReport | None) -> Iterator[str]:
-    """Yields why a step is not partitioned; or where examples meet, and what all devices compute alike."""
+    """Yields why a step is not partitioned, which operations mix examples, and the redundant computation."""
     if report is None:
         return
     if report.reason:
         yield f'not partitioned along its batch: {report.reason}'
     yield from gradient_lines(report)
     gathered = sorted(report.gathered_examples, key=lambda row: -row.step_bytes)
-    yield from _first([*map(_gathered, gathered)])
-    alike = [work for work in report.redundant if work.of == 'examples' or work.flops > _LARGE * report.flops]
-    yield from _first([*map(_computed_alike, alike)])
+    yield from _limited([*map(_gather_line, gathered)])
+    redundant = [
+        work for work in report.redundant if work.of == 'examples' or work.flops > _MIN_SHARE * report.flops
+    ]
+    yield from _limited([*map(_redundant_line, redundant)])
     if gathered:
         yield (
-            '  if examples need not meet there, map the function over them (jax.vmap), or run it shard by '
-            'shard (helper.shard_map); to shard what follows, constrain it (with_sharding_constraint)'
+            '  if these operations need not mix examples, map them over the examples (jax.vmap), or run them '
+            'on local shards (helper.shard_map); to shard their results, constrain them '
+            '(with_sharding_constraint)'
         )
 
 
-def _first(lines: Sequence[str]) -> Iterator[str]:
-    yield from lines[:_MOST]
-    if more := lines[_MOST:]:
-        yield f'  ... and at {plural(len(more), "more place")}'
+def _limited(lines: Sequence[str]) -> Iterator[str]:
+    yield from lines[:_MAX_LINES]
+    if more := lines[_MAX_LINES:]:
+        yield f'  ... and {plural(len(more), "more operation")}'
 
 
-def _gathered(row: CollectiveRow) -> str:
+def _gather_line(row: CollectiveRow) -> str:
     operation = '' if row.reason.endswith(f' for {row.primitive}') else f' ({row.primitive})'
     at = f' at {row.line}' if row.line else ''
     return f'  {row.reason}{at}{operation}: {row.array}, {human_bytes(row.bytes)}'
 
 
-def _computed_alike(work: RedundantWork) -> str:
+def _redundant_line(work: RedundantWork) -> str:
     at = f' at {work.line}' if work.line else ''
     size = human_flops(work.flops) if work.flops else human_bytes(work.bytes)
-    return f'  computed alike by all devices: {work.primitive}{at}: {work.array}, {size}'
+    return f'  computed redundantly by all devices: {work.primitive}{at}: {work.array}, {size}'

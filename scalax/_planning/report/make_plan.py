@@ -1,4 +1,4 @@
-"""Makes a plan: compiles a function for the mesh of a helper, without running it, and reads the program."""
+"""Making a plan: compiling a function for the mesh of a helper, and analyzing the program."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def make_plan(
     quick: bool = False,
     hardware: Hardware | None = None,
 ) -> Plan:
-    """Makes a plan, as `MeshShardingHelper.plan` does; options cannot clash with arguments of the function.
+    """Makes a plan, as `MeshShardingHelper.plan` does, with arguments that cannot clash with options.
 
     Args:
         helper: the helper of the mesh.
@@ -69,54 +69,56 @@ def make_plan(
         args: its arguments.
         kwargs: its keyword arguments.
         quick: as for `MeshShardingHelper.plan`.
-        hardware: the numbers of the devices, such as those of a slower network; by default what is known of
-            them.
+        hardware: the hardware, such as one with a slower network; by default that of the devices.
 
     Raises:
-        PlanError: the compiler failed, or the compiled program is written in an unknown form.
+        PlanError: the compiler failed, or wrote the program in an unknown form.
         MeshError: the helper was made from an AbstractMesh.
-        ArgumentError: *fun* is not a function, or nothing ties it to a mesh of absent devices.
+        ArgumentError: *fun* is not a function, or has no shardings for a mesh of devices that are not
+            attached.
     """
     step = lower_step(helper, fun, args, kwargs, hardware)
     is_slow = not quick and step.mesh.devices.flat[0].platform == 'tpu'
-    how = ' in full: minutes, or seconds with quick' if is_slow else ''
-    with progress(f'planning {step.name}{how}', _log):
+    duration = ' in full: minutes, or seconds with quick' if is_slow else ''
+    with progress(f'planning {step.name}{duration}', _log):
         return plan_lowered(step, quick=quick)
 
 
 def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
-    """Makes the plan of a step that is lowered; raises as `make_plan` does."""
+    """Makes the plan of a lowered step; raises as `make_plan` does."""
     mesh, lowered, traced = step.mesh, step.lowered, step.traced
     device = mesh.devices.flat[0]
     hardware = step.hardware
     limit = hardware.hbm_bytes if hardware else None
     compiled = _compile(step, limit, step.argument_bytes if quick else None)
     if not {*mesh.devices.flat}.issuperset(compiled.runs_on):
-        raise _not_on_mesh(step.name)
+        raise _no_shardings_error(step.name)
     if f'custom_call_target="{error_texts.CUSTOM_PARTITIONING}"' in compiled.partitioned:
-        raise _not_told(step.name, device)  # a quick plan would count it as one that needs whole arrays
-    # If nothing is partitioned, the lowered program is that of the device. (``lowered.as_text`` would print
-    # every constant.)
+        raise _custom_partitioning_error(step.name, device)  # a quick plan would gather its operands
+    # Without partitioning, the device runs the lowered program. (``lowered.as_text`` would print every
+    # constant.)
     partitioned = parse(compiled.partitioned or lowered.compiler_ir(dialect='hlo').as_hlo_text())
     is_gpu = device.platform == 'gpu'
     program = parse(compiled.optimized, is_gpu) if compiled.optimized else partitioned
-    staged = pipelines_of(step.function, step.args, step.kwargs)
-    written = traced.jaxpr if staged is None else staged.original_jaxpr
-    flops = count_flops(written)
+    pipelines = pipelines_of(step.function, step.args, step.kwargs)
+    jaxpr = traced.jaxpr if pipelines is None else pipelines.original_jaxpr
+    flops = count_flops(jaxpr)
     positions = step.device_positions
     switched = hardware is not None and hardware.torus_axes == 0
     sizes = dict(mesh.shape)
-    given, returned = _shardings(compiled, lowered, step.shardings)
-    before, ids = partitioned if compiled.optimized else None, [device.id for device in mesh.devices.flat]
+    input_shardings, output_shardings = _shardings(compiled, lowered, step.shardings)
+    before = partitioned if compiled.optimized else None
+    ids = [device.id for device in mesh.devices.flat]
     positional, by_name = lowered.args_info
     names = _names_of_arguments(step.function, step.args, lowered.args_info)
-    inputs = _report([*positional, *by_name.values()], given, mesh, names)
-    blocks = partitioned_step(step.function, step.args, step.kwargs)
-    reasons = {} if blocks is None else blocks.collective_reasons
+    inputs = _report([*positional, *by_name.values()], input_shardings, mesh, names)
+    partitioning = partitioned_step(step.function, step.args, step.kwargs)
+    reasons = {} if partitioning is None else partitioning.collective_reasons
     rows = (
         collectives(program, sizes, positions, before, ids, switched, reasons) if compiled.partitioned else ()
     )
-    asked, has_batch = step.function, step.already_jitted and isinstance(step.function, SjitFunction)
+    function = step.function
+    is_sjit = step.already_jitted and isinstance(function, SjitFunction)
     plan = Plan(
         name=step.name,
         mesh=sizes,
@@ -124,12 +126,12 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
         platform=device.platform,
         memory=_memory(compiled, partitioned, limit),
         inputs=inputs,
-        outputs=_report(lowered.out_info, returned, mesh),
+        outputs=_report(lowered.out_info, output_shardings, mesh),
         collectives=rows,
         flops=flops.count,
         flops_exactness=flops.exactness,
         device_cost=device_cost_of(program),
-        model_flops=count_model_flops(written),
+        model_flops=count_model_flops(jaxpr),
         device_kind=device.device_kind,
         device_positions=positions,
         quick=quick and device.platform == 'tpu',
@@ -137,15 +139,15 @@ def plan_lowered(step: LoweredStep, *, quick: bool = False) -> Plan:
         flags=compiled.flags,
         buffers=() if compiled.layout is None else largest_buffers(compiled.layout, program),
         host_transfers=host_transfers(program) if compiled.optimized else HostTransfers(),
-        propagation=asked.explain_propagation(*step.args, **step.kwargs) if has_batch else None,
-        pipelines=() if staged is None else with_flops(staged.loops),
+        propagation=function.explain_propagation(*step.args, **step.kwargs) if is_sjit else None,
+        pipelines=() if pipelines is None else with_flops(pipelines.loops),
         hardware_override=step.hardware_override,
     )
     return dataclasses.replace(plan, schedule=gpu_schedule(plan, program, ids)) if is_gpu else plan
 
 
 def gpu_schedule(plan: Plan, program: Module, ids: Sequence[int]) -> Schedule | None:
-    """The seconds along the schedule of a program for GPUs; None if numbers are missing for it.
+    """Returns the schedule of a program for GPUs; None if specs that it needs are unknown.
 
     Args:
         plan: the plan of the program.
@@ -156,7 +158,7 @@ def gpu_schedule(plan: Plan, program: Module, ids: Sequence[int]) -> Schedule | 
     if roofline is None or hardware_of(plan.device_kind) is None:
         return None
     [hbm_rate] = required_specs(roofline.hardware, 'hbm_bytes_per_second', for_='a schedule')
-    host_rate = roofline.hardware.host_bytes_per_second or math.inf  # known if anything goes there
+    host_rate = roofline.hardware.host_bytes_per_second or math.inf  # known if there are transfers
     times = collective_times(
         functools.partial(nccl_collective_seconds, plan, roofline.hardware),
         program,
@@ -168,31 +170,35 @@ def gpu_schedule(plan: Plan, program: Module, ids: Sequence[int]) -> Schedule | 
 
 
 def nccl_collective_seconds(plan: Plan, hardware: Hardware, rows: Sequence[Collective]) -> Iterator[float]:
-    """The seconds of one execution of some collectives: as NCCL expects, or else those of the roofline.
+    """Yields the seconds of one execution of collectives, by NCCL's model if it has one, or by the roofline.
 
     Args:
-        plan: the plan whose devices run them.
-        hardware: their numbers.
+        plan: the plan of the devices.
+        hardware: the hardware.
         rows: the collectives.
     """
     compiled_for = hardware_of(plan.device_kind)
     assert compiled_for is not None
-    target, of_host = TARGETS[compiled_for.name], hardware.chips_per_host or 1
-    card = None if hardware.dcn_bytes_per_second is None else hardware.dcn_bytes_per_second / of_host
+    target, gpus_per_host = TARGETS[compiled_for.name], hardware.chips_per_host or 1
+    dcn_rate = hardware.dcn_bytes_per_second
+    card = None if dcn_rate is None else dcn_rate / gpus_per_host
     routes = routes_of(rows, plan.mesh, plan.device_positions, hardware) if rows else []
     timed = time_collectives(rows, plan.mesh, plan.device_positions, plan.device_kind, hardware).collectives
-    for (row, seconds), ways in zip(timed, routes, strict=True):
-        found = [nccl_seconds(row.kind, row.bytes, way, target, card, hardware.switches_add) for way in ways]
-        yield max((time for time in found if time is not None), default=seconds / max(1, row.count))
+    for (row, seconds), row_routes in zip(timed, routes, strict=True):
+        times = [
+            nccl_seconds(row.kind, row.bytes, route, target, card, hardware.switches_add)
+            for route in row_routes
+        ]
+        yield max((time for time in times if time is not None), default=seconds / max(1, row.count))
 
 
 def _compile(step: LoweredStep, limit: int | None, layout_for: int | None) -> Compiled:
     """Compiles a step for the devices of its mesh."""
     mesh, name = step.mesh, step.name
     device = mesh.devices.flat[0]
-    where = f'{mesh.size} {device.device_kind!r} devices ({axis_sizes_text(mesh.shape)})'
+    devices = f'{mesh.size} {device.device_kind!r} devices ({axis_sizes_text(mesh.shape)})'
     try:
-        with compiling(f'{name!r} for {where}'):
+        with compiling(f'{name!r} for {devices}'):
             return compile_lowered(
                 step.lowered,
                 device.platform,
@@ -203,87 +209,90 @@ def _compile(step: LoweredStep, limit: int | None, layout_for: int | None) -> Co
             )
     except jax.errors.JaxRuntimeError as error:
         if error_texts.unknown_option(error) in QUICK_PLAN_OPTIONS:
-            # JAX asked the compiler of the local devices, which does not know the options of the other one.
-            raise _not_on_mesh(name) from error
+            # JAX called the compiler for the local devices, which lacks the options of the other compiler.
+            raise _no_shardings_error(name) from error
         if error_texts.lacks_custom_partitioning(error):
-            raise _not_told(name, device) from error
+            raise _custom_partitioning_error(name, device) from error
         raise PlanError(
-            f'{error}\nBecause of this error {name!r} was not compiled for {where}, and there is no plan'
+            f'{error}\nBecause of this error {name!r} was not compiled for {devices}, and there is no plan'
         ) from error
 
 
-def _not_told(name: str, device: Any) -> PlanError:
+def _custom_partitioning_error(name: str, device: Any) -> PlanError:
     return PlanError(
         f'{name!r} has an operation with custom_partitioning, which JAX does not register with compilers for '
-        f'absent devices, such as these {device.device_kind!r}: they report "Custom emitter for '
-        f'{error_texts.CUSTOM_PARTITIONING} not found".\nWhat to do: with scalax.custom_op, plan with '
+        f'devices that are not attached, such as these {device.device_kind!r}: they report "Custom emitter '
+        f'for {error_texts.CUSTOM_PARTITIONING} not found".\nWhat to do: with scalax.custom_op, plan with '
         'from_topology(..., axis_types=AxisType.Explicit); run the operation in helper.shard_map; or plan it '
         'on simulated devices, and time it with plan.roofline(hardware, torus=...)'
     )
 
 
-def _not_on_mesh(name: str) -> ArgumentError:
+def _no_shardings_error(name: str) -> ArgumentError:
     return ArgumentError(
-        f'nothing ties {name!r} to this mesh, whose devices are absent: give its arguments or '
-        'outputs shardings: helper.sjit(fun, in_shardings=...), or helper.abstract(tree, rules)'
+        f'{name!r} has no shardings on this mesh, whose devices are not attached. Pass shardings of its '
+        'arguments or outputs: helper.sjit(fun, in_shardings=...), or helper.abstract(tree, rules)'
     )
 
 
 def _memory(compiled: Compiled, partitioned: Module, limit: int | None) -> Memory:
-    """The memory of a program on devices with so much."""
+    """Returns the memory of a program, with the limit of the devices."""
     memory = dataclasses.replace(compiled.memory, limit=limit)
     if not memory.estimated:
         return memory
-    # XLA for CPUs keeps constants with its code, and does not count them.
-    baked = constant_bytes(partitioned)
-    return dataclasses.replace(memory, temporaries=memory.temporaries + baked, peak=memory.peak + baked)
+    # XLA for CPUs stores constants in the code, and does not count them.
+    constants = constant_bytes(partitioned)
+    return dataclasses.replace(
+        memory, temporaries=memory.temporaries + constants, peak=memory.peak + constants
+    )
 
 
-def reject_own_argument(fun: Any, name: str, of: str, otherwise: str) -> None:
+def reject_own_argument(fun: Any, name: str, method: str, otherwise: str) -> None:
     """Raises ArgumentError for an option that is also an argument of the user's function.
 
     Args:
         fun: the function.
         name: the option.
-        of: the method that has it.
-        otherwise: what to do, if the argument cannot be given by position.
+        method: the method that has the option.
+        otherwise: what to do if the argument cannot be passed by position.
     """
-    if any(name == own for own, _ in _parameters(fun)):
+    if any(name == parameter for parameter, _ in _parameters(fun)):
         raise ArgumentError(
-            f'{name!r} is an option of {of}, and an argument of {name_of(fun)!r}: give that by position, or '
-            f'{otherwise}'
+            f'{name!r} is an option of {method}, and an argument of {name_of(fun)!r}: pass the argument by '
+            f'position, or {otherwise}'
         )
 
 
-def reject_misspelt(fun: Any, keywords: Iterable[str], options: Iterable[str], of: str) -> None:
-    """Raises ArgumentError about a keyword that looks like an option, and that the user's function lacks.
+def reject_misspelt(fun: Any, keywords: Iterable[str], options: Iterable[str], method: str) -> None:
+    """Raises ArgumentError for a keyword that resembles an option and that the user's function lacks.
 
     Args:
         fun: the function.
         keywords: the names of its keyword arguments.
         options: the names of the options.
-        of: the method that has the options.
+        method: the method that has the options.
     """
-    own = dict(_parameters(fun))
-    if not own or inspect.Parameter.VAR_KEYWORD in own.values():
+    parameters = dict(_parameters(fun))
+    if not parameters or inspect.Parameter.VAR_KEYWORD in parameters.values():
         return
     for name in keywords:
-        if name not in own and (near := near_names(name, [*options, *own])) and near[0] in options:
+        near = near_names(name, [*options, *parameters])
+        if name not in parameters and near and near[0] in options:
             raise ArgumentError(
-                f'neither {of} nor {name_of(fun)!r} has an argument {name!r} (did you mean {near[0]!r}?)'
+                f'neither {method} nor {name_of(fun)!r} has an argument {name!r} (did you mean {near[0]!r}?)'
             )
 
 
-def _shardings(compiled: Compiled, lowered: Any, asked: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The shardings of arguments and outputs; those that were asked for if the program was refused."""
+def _shardings(compiled: Compiled, lowered: Any, requested: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Returns the shardings of arguments and outputs; without an executable the requested ones."""
     if compiled.executable is not None:
         positional, by_name = compiled.executable.input_shardings
-        inputs: Any = jax.tree.structure(lowered.args_info)
-        outputs: Any = jax.tree.structure(lowered.out_info)
-        given = inputs.flatten_up_to((tuple(positional), by_name))
-        return given, outputs.flatten_up_to(compiled.executable.output_shardings)
-    given, returned = asked
-    return given[: len(jax.tree.leaves(lowered.args_info))], returned
+        input_tree: Any = jax.tree.structure(lowered.args_info)
+        output_tree: Any = jax.tree.structure(lowered.out_info)
+        inputs = input_tree.flatten_up_to((tuple(positional), by_name))
+        return inputs, output_tree.flatten_up_to(compiled.executable.output_shardings)
+    inputs, outputs = requested
+    return inputs[: len(jax.tree.leaves(lowered.args_info))], outputs
 
 
 def _parameters(function: Any) -> list[tuple[str, Any]]:
@@ -294,32 +303,32 @@ def _parameters(function: Any) -> list[tuple[str, Any]]:
 
 
 def _names_of_arguments(function: Any, args: Sequence[Any], info: tuple[Any, Any]) -> list[str]:
-    """The names of the arguments of a jitted function; *info* is that of the lowered program."""
+    """Returns the names of the arguments of a jitted function; *info* is the ``args_info`` of the program."""
     positional, by_name = info
     names = argument_names(function, args)
     if names is None:
         names = [name for name, kind in _parameters(function) if kind in _POSITIONAL][: len(positional)]
-        if not len(args) == len(positional) == len(names):  # static ones are not among those of the program
+        if not len(args) == len(positional) == len(names):  # the program has no static arguments
             names = [f'args[{i}]' for i in range(len(positional))]
     return [*names, *map(str, by_name)]
 
 
 def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh, names: Sequence[str] = ()) -> ShardingReport:
-    """The shardings of a tree. Those that are not on this mesh are shown as the compiler's own.
+    """Returns a report of the shardings of a tree, in which shardings on another mesh are the compiler's.
 
     Args:
         tree: the tree.
-        shardings: one for each of its leaves.
+        shardings: the sharding of each leaf.
         mesh: the mesh.
-        names: what is shown for the first keys of paths, if these are positions.
+        names: the names to show in place of the first keys of paths, if these are positions.
     """
     structs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-    placed = map(_sharding_of_leaf, shardings, jax.tree.leaves(structs))
-    known = jax.tree.unflatten(jax.tree.structure(structs), placed)
-    resolution = resolve(known, structs, mesh, mode=ResolveMode.BOUNDARY, where='a compiled program')
-    # These are the dtypes on the devices. Outside of x64, reports show float64 as float32.
+    named_shardings = map(_named_sharding, shardings, jax.tree.leaves(structs))
+    sharding_tree = jax.tree.unflatten(jax.tree.structure(structs), named_shardings)
+    resolution = resolve(sharding_tree, structs, mesh, mode=ResolveMode.BOUNDARY, where='a compiled program')
+    # The dtypes are those on the devices, and without x64 reports would show float64 as float32.
     with jax.enable_x64(True):
-        report = make_report(known, resolution, dict(mesh.shape))
+        report = make_report(sharding_tree, resolution, dict(mesh.shape))
     rows = []
     for row in report.rows:
         path = row.path
@@ -330,11 +339,12 @@ def _report(tree: Any, shardings: Sequence[Any], mesh: Mesh, names: Sequence[str
     return dataclasses.replace(report, rows=tuple(rows))
 
 
-def _sharding_of_leaf(own: Any, leaf: Any) -> NamedSharding | None:
-    """The sharding of a leaf, if it is one of the mesh."""
-    if not isinstance(own, NamedSharding):
+def _named_sharding(sharding: Any, leaf: Any) -> NamedSharding | None:
+    """Returns the sharding of a leaf if it is a NamedSharding."""
+    if not isinstance(sharding, NamedSharding):
         return None
-    if len(own.spec) <= len(leaf.shape):
-        return own
+    if len(sharding.spec) <= len(leaf.shape):
+        return sharding
     # For the compiler a typed key has one more dimension: that of its data.
-    return NamedSharding(own.mesh, PartitionSpec(*own.spec[: len(leaf.shape)]), memory_kind=own.memory_kind)
+    spec = PartitionSpec(*sharding.spec[: len(leaf.shape)])
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

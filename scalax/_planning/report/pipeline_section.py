@@ -1,4 +1,4 @@
-"""What a plan says of pipelines: ticks, the bubble, what each stage holds and sends, and the schedule."""
+"""Plan section on pipelines: ticks, the bubble, the memory and sends of each stage, and the schedule."""
 
 from __future__ import annotations
 
@@ -14,41 +14,39 @@ from scalax._planning.time.roofline import Roofline
 from scalax._spmd.pipelines.summary import PipelinedLoop, PipelinedLoops
 from scalax.errors import plural
 
-_MOST_CELLS = 4000  # of a picture
+_MAX_CELLS = 4000  # of a picture
 _IDLE = '\u00b7'
 
 
 def with_flops(loops: PipelinedLoops) -> tuple[PipelinedLoop, ...]:
-    """Loops over layers with the operations of their layers: those of the equations that they were."""
+    """Returns the loops with the FLOPs of their layers, counted in the original equations."""
     return tuple(
-        [
-            dataclasses.replace(told, flops=told.executions * count_flops_of(equation))
-            for told, equation in loops
-        ]
+        dataclasses.replace(loop, flops=loop.executions * count_flops_of(equation))
+        for loop, equation in loops
     )
 
 
 def bubble_figure(plan: PlanData, roofline: Roofline | None) -> Iterator[Figure]:
-    """The bubble, as a headline figure; nothing without pipelines."""
+    """Yields the bubble as a headline figure; nothing without pipelines."""
     if plan.pipelines:
         seconds = f', {milliseconds(plan.idle_flops / roofline.peak)}' if roofline is not None else ''
-        each = ', '.join(dict.fromkeys(f'{loop.bubble:.1%}' for loop in plan.pipelines))
-        yield Figure(each, f'bubble: the fraction of its ticks in which a stage is idle{seconds}')
+        bubbles = ', '.join(dict.fromkeys(f'{loop.bubble:.1%}' for loop in plan.pipelines))
+        yield Figure(bubbles, f'bubble: the fraction of its ticks in which a stage is idle{seconds}')
 
 
 def pipelines_lead(plan: PlanData) -> str:
-    """What the pipelines are."""
-    ways = dict.fromkeys(
+    """Describes the pipelines."""
+    descriptions = dict.fromkeys(
         f'{plural(loop.num_microbatches, "microbatch", "microbatches")} pass through '
         f'{plural(loop.stages, "stage")} along {loop.axis}'
         f'{f", {loop.num_repeats} times" if loop.num_repeats > 1 else ""}'
         for loop in plan.pipelines
     )
-    return f'{"; ".join(ways)} (layers and bytes: those of one stage, in one call, on all of its devices)'
+    return f'{"; ".join(descriptions)} (layers and bytes: per stage and call, summed over its devices)'
 
 
 def pipeline_blocks(plan: PlanData, roofline: Roofline | None) -> list[Block]:
-    """The pipelines of a step; nothing without."""
+    """Returns the pipelines of a step; nothing without pipelines."""
     if not plan.pipelines:
         return []
     columns = [
@@ -66,14 +64,14 @@ def _row(loop: PipelinedLoop, roofline: Roofline | None) -> Row:
     stages = loop.stages
     return [
         loop.line if loop.executions == 1 else f'{loop.line}, {loop.executions} times',
-        _way(loop),
+        _direction(loop),
         loop.layers // stages,
         loop.ticks,
         f'{loop.bubble:.1%}',
         *(size // stages or None for size in (loop.weights, loop.saved_activation_bytes)),
         loop.executions * loop.ticks * loop.send_bytes,
         loop.executions * loop.num_microbatches * loop.io_bytes,
-        *((each / roofline.peak for each in (loop.flops, loop.idle_flops)) if roofline is not None else ()),
+        *((flops / roofline.peak for flops in (loop.flops, loop.idle_flops)) if roofline is not None else ()),
     ]
 
 
@@ -92,16 +90,17 @@ def _notes(plan: PlanData, roofline: Roofline | None) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Ticks(Block):
-    """The schedule of pipelines, on pages: which microbatch each stage computes in each tick."""
+    """A picture of the schedule: the microbatch that each stage computes in each tick."""
 
     loops: Sequence[PipelinedLoop]
 
     def html(self, mesh: Any) -> str:
         stages = max(loop.stages for loop in self.loops)
-        if stages * sum(loop.ticks for loop in self.loops) > _MOST_CELLS:
+        if stages * sum(loop.ticks for loop in self.loops) > _MAX_CELLS:
             return ''
         heads = ''.join(
-            f' <span class="head" style="--ticks: {loop.ticks}">{_way(loop)}</span>' for loop in self.loops
+            f' <span class="head" style="--ticks: {loop.ticks}">{_direction(loop)}</span>'
+            for loop in self.loops
         )
         rows = ''.join(
             f'<div><b>stage {stage}</b>{"".join(_cells(loop, stage) for loop in self.loops)}</div>\n'
@@ -110,15 +109,18 @@ class Ticks(Block):
         return f'<div class="ticks">\n<div><b></b>{heads}</div>\n{rows}</div>'
 
 
-def _way(loop: PipelinedLoop) -> str:
+def _direction(loop: PipelinedLoop) -> str:
     return 'backward' if loop.is_backward else 'forward'
 
 
 def _cells(loop: PipelinedLoop, stage: int) -> str:
-    """The cells of a stage: the number of the microbatch that it computes in each tick, or a point."""
+    """Returns the cells of a stage: the index of the microbatch that it computes in each tick, or a dot."""
     cells = ''
     for tick in range(loop.ticks):
-        at = loop.at(stage, tick)
-        shade = '' if at is None else f' class="{_way(loop)}" style="--round: {at[1]}"'
-        cells += f' <span{shade}>{_IDLE if at is None else at[0]}</span>'
+        assignment = loop.at(stage, tick)
+        if assignment is None:
+            cells += f' <span>{_IDLE}</span>'
+        else:
+            microbatch, repeat = assignment
+            cells += f' <span class="{_direction(loop)}" style="--round: {repeat}">{microbatch}</span>'
     return f'{cells} <span class="gap"></span>'

@@ -1,4 +1,4 @@
-"""What a plan knows of a compiled step, and what follows from it: whether it fits, its sums, its seconds."""
+"""The data of a plan, and what it determines: whether the step fits, totals, and the roofline."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _NO_TRANSFERS = HostTransfers()
 
 @dataclasses.dataclass(frozen=True)
 class PlanData:
-    """The attributes of a `Plan`, which says what each is, and what follows from them.
+    """The attributes of a `Plan`, whose docstring documents them, and the properties that follow from them.
 
-    What shows a plan takes this, so that a plan can be above what shows it.
+    Modules that render plans use this class, because `Plan` imports them.
     """
 
     name: str
@@ -68,15 +68,15 @@ class PlanData:
 
     @property
     def idle_flops(self) -> int:
-        """The operations of idle stages of pipelines: devices compute them, and nothing of it is used."""
+        """The FLOPs of idle pipeline stages, whose results are not used."""
         return sum(loop.idle_flops for loop in self.pipelines)
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits into the memory of each device; None if the size of that memory is not known.
+        """Whether the program fits into the memory of each device; None if that memory is unknown.
 
-        The compiler for TPUs refuses a program that does not fit, and its word is final. For a quick plan and
-        for other devices, the memory is compared with the limit.
+        The compiler for TPUs refuses a program that does not fit. For a quick plan and for other devices, the
+        memory of the program is compared with the limit.
         """
         if self.refusal:
             return False
@@ -86,12 +86,12 @@ class PlanData:
 
     @property
     def hardware(self) -> Hardware | None:
-        """The hardware that the devices are; None if its numbers are not known."""
+        """The hardware of the devices; None if it is unknown."""
         return self.hardware_override or hardware_of(self.device_kind)
 
     @property
     def known_roofline(self) -> Roofline | None:
-        """The `roofline` of the devices that the plan is for; None if numbers are missing for it."""
+        """The `roofline` for the devices of the plan; None if specs that it needs are unknown."""
         try:
             return self.roofline() if self.hardware else None
         except PlanError:
@@ -99,7 +99,7 @@ class PlanData:
 
     @property
     def totals(self) -> dict[tuple[str, ...], dict[str, int]]:
-        """The bytes sent along mesh axes: axes -> kind of collective -> bytes of all executions.
+        """The bytes of collectives along mesh axes: axes -> kind of collective -> bytes of all executions.
 
         Bytes are counted as in `Collective.bytes`.
         """
@@ -110,21 +110,21 @@ class PlanData:
 
     @property
     def networks(self) -> dict[tuple[str, ...], tuple[Network, ...]]:
-        """The networks that carry `totals`: axes -> the `Collective.networks` of all that run along them."""
+        """The networks that carry `totals`: axes -> the networks of all collectives along them."""
         used: dict[tuple[str, ...], set[Network]] = {}
         for row in self.collectives:
             used.setdefault(row.axes, set()).update(row.networks)
-        return {axes: tuple(name for name in NETWORKS if name in those) for axes, those in used.items()}
+        return {axes: tuple(name for name in NETWORKS if name in names) for axes, names in used.items()}
 
     def count(self, kind: str, axes: str | tuple[str, ...] | None = None) -> int:
-        """How often collectives of a kind run in one call.
+        """Counts the executions of collectives of a kind in one call.
 
         Args:
             kind: one of `KINDS`, such as ``'all-gather'``.
-            axes: count only collectives along exactly these mesh axes (or this one).
+            axes: counts only collectives along exactly these mesh axes (or this one).
 
         Raises:
-            ArgumentError: an unknown kind, or an axis that the mesh does not have.
+            ArgumentError: the kind is unknown, or the mesh lacks an axis.
         """
         if kind not in KINDS:
             raise ArgumentError(f'there is no collective {kind!r} ({did_you_mean(kind, KINDS)})')
@@ -139,15 +139,15 @@ class PlanData:
         return sum(row.count for row in rows)
 
     def with_model_flops(self, model_flops: float) -> Self:
-        """The same plan with the number of operations that the model needs, which `Roofline.mfu` uses.
+        """Returns the plan with other model FLOPs, from which `Roofline.mfu` is computed.
 
         Args:
-            model_flops: operations of one call, in place of those that are counted: such as 6 x parameters x
-                tokens for training a dense decoder (https://jax-ml.github.io/scaling-book/transformers), or
-                with causal attention at half. Recomputation does not count.
+            model_flops: the FLOPs of one call, in place of the counted ones, such as 6 x parameters x tokens
+                for training a dense decoder (https://jax-ml.github.io/scaling-book/transformers), or with
+                causal attention at half. Recomputation does not count.
 
         Raises:
-            PlanError: it is not positive.
+            PlanError: *model_flops* is not positive.
         """
         if not isinstance(model_flops, numbers.Real) or not 0 < model_flops < float('inf'):
             raise PlanError(f'model_flops has to be a positive number, got {model_flops!r}')
@@ -159,19 +159,17 @@ class PlanData:
         *,
         torus: Mapping[str, int | Sequence[int]] | None = None,
     ) -> Roofline:
-        """The fully overlapped and the serial time of one call, and the bottleneck.
+        """Returns the overlapped and the serial time of one call, and the bottleneck.
 
         Args:
-            hardware: a `Hardware`, or the name of one in `HARDWARE`; by default that of the devices that the
-                plan is for.
-            torus: for devices that are not in a torus, such as simulated ones: the lengths of the axes of the
-                torus that each mesh axis runs along, ``{'fsdp': (4, 4), 'tp': 4}``. Each device then stands
-                for a chip. Mesh axes that are not named run across slices. Of hardware without a torus,
-                such as GPUs, simulated devices fill nodes in the order of the mesh.
+            hardware: a `Hardware`, or the name of one in `HARDWARE`; by default that of the plan.
+            torus: for devices that are not in a torus, such as simulated ones: mesh axis -> the lengths of
+                the torus axes that it runs along, ``{'fsdp': (4, 4), 'tp': 4}``. Each device then stands for
+                a chip, and other mesh axes run across slices. For hardware without a torus, such as GPUs,
+                simulated devices fill nodes in the order of the mesh.
 
         Raises:
-            PlanError: a number of the hardware that it needs is not known, or the positions of devices are
-                not understood.
+            PlanError: a required spec is unknown, or the positions of the devices are not supported.
 
         Example:
             >>> import jax
@@ -192,10 +190,10 @@ class PlanData:
             hardware, 'flops_per_second', 'hbm_bytes_per_second', for_='a roofline'
         )
         per_chip = devices_per_chip(positions, hardware)
-        known = self.device_cost.flops
-        # The operations of kernels are known only from the function.
-        written = (self.flops + self.idle_flops) / self.devices
-        flops = max(known, written) if self.device_cost.kernels or not known else known
+        flops: float = self.device_cost.flops
+        # The FLOPs of kernels are known only from the function.
+        if self.device_cost.kernels or not flops:
+            flops = max(flops, (self.flops + self.idle_flops) / self.devices)
         compute, hbm = flops * per_chip / flops_rate, self.device_cost.bytes * per_chip / hbm_rate
         timed = time_collectives(self.collectives, self.mesh, positions, self.device_kind, hardware)
         to_host, from_host = self._host_seconds(hardware, per_chip)
@@ -218,9 +216,9 @@ class PlanData:
         )
 
     def _host_seconds(self, hardware: Hardware, per_chip: int) -> tuple[float, float]:
-        """The time of the link to the host, out and in."""
-        moves = self.host_transfers
-        if not moves.to_host and not moves.from_host:
+        """Returns the time of transfers to the host, and from the host."""
+        transfers = self.host_transfers
+        if not transfers.to_host and not transfers.from_host:
             return 0.0, 0.0
         (rate,) = required_specs(hardware, 'host_bytes_per_second', for_='a roofline of a step that offloads')
-        return moves.to_host * per_chip / rate, moves.from_host * per_chip / rate
+        return transfers.to_host * per_chip / rate, transfers.from_host * per_chip / rate
