@@ -159,7 +159,8 @@ def test_words_of_a_page():
     assert 'does not fit' in words(too_large()) and 'RESOURCE_EXHAUSTED: too <large>' in words(too_large())
     said = words(too_large())
     row = said.index("argument params['<b>']")
-    assert said[row - 2 : row + 3] == ['1.0 GiB', '2 x bf16[48,4096]', said[row], '30.0 GiB', 'smaller arrays']
+    expected = ['1.0 GiB', '2 x bf16[48,4096]', said[row], '30.0 GiB', 'smaller arrays']
+    assert said[row - 2 : row + 3] == expected
 
 
 def test_three_figures():
