@@ -349,7 +349,7 @@ def _reshaped(shape: tuple[int, ...]) -> Callable[[Any], Any]:
     return jax.jit(lambda x: x.reshape(shape))
 
 
-NEEDS_ALL_MICROBATCHES = 'it needs more than one microbatch'
+NEEDS_ALL_MICROBATCHES = 'it needs more than one microbatch at a time'
 """The reason why an equation of a pipelined layer cannot run on one microbatch at a time."""
 
 

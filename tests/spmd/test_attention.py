@@ -1,4 +1,4 @@
-"""Attention by cuDNN on blocks: primitives of its names, computed by JAX, since cuDNN may not be here."""
+"""cuDNN attention on local shards. JAX computes primitives of the same names, since cuDNN may be missing."""
 
 import jax
 import jax.numpy as jnp

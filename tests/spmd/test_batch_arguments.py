@@ -1,4 +1,4 @@
-"""Which arguments are batches, and how users say it."""
+"""Which arguments hold the batch, and how users specify them."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Callbacks to Python inside of a step: called once, with values of all examples."""
+"""Python callbacks inside a step run once, with global values."""
 
 from collections import Counter
 

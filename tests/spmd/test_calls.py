@@ -1,4 +1,4 @@
-"""Functions of all kinds that are partitioned, called in all ways: values, traces, and what is exchanged."""
+"""Partitioned functions of all kinds, called in all ways: their results, traces and collectives."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Operations with a partitioning of their own run by it where examples would be gathered."""
+"""Operations with custom partitioning use it where examples would be gathered."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Values of all dtypes, gathered, exchanged, reduced and put together: those of one device."""
+"""Values of all dtypes are gathered, exchanged, reduced and joined as on one device."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Loops over examples: each device runs the rounds of its own ones, with the values of one device."""
+"""Loops over examples: each device runs the iterations of its examples, with the results of one device."""
 
 import jax
 import jax.numpy as jnp

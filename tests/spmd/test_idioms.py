@@ -1,6 +1,6 @@
-"""What models are written with: idioms of JAX on blocks have the values and gradients of one device.
+"""Common idioms of JAX models give the values and gradients of one device.
 
-Many small programs are one step, so that they compile at once.
+Many small programs form one step, so that they are compiled together.
 """
 
 import functools

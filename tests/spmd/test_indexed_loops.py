@@ -1,4 +1,4 @@
-"""Rows that loops take by the number of the round are stacks, with the same values."""
+"""Rows that loops index by the iteration become xs, with the same results."""
 
 import jax
 import jax.numpy as jnp

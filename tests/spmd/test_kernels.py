@@ -1,4 +1,4 @@
-"""Kernels of Pallas on blocks: each device takes the steps of its own examples, where the grid shows them."""
+"""Pallas kernels on local shards: each device runs the part of the grid for its own examples."""
 
 import functools
 

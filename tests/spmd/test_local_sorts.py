@@ -1,4 +1,4 @@
-"""Tokens that are sorted by expert and put back: each device sorts its own, where no order gives others."""
+"""Tokens that are sorted by expert and restored: each device sorts its own where that is equivalent."""
 
 import functools
 

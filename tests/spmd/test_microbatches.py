@@ -1,4 +1,4 @@
-"""Loops over microbatches: each device has a share of each, and gradients are reduced as options say."""
+"""Loops over microbatches: each device has a shard of each, and options decide when gradients are reduced."""
 
 import jax
 import jax.numpy as jnp

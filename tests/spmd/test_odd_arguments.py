@@ -1,4 +1,4 @@
-"""Arguments, batches and transformations that are unusual: results are those of one device."""
+"""Unusual arguments, batches and transformations: results match one device."""
 
 import dataclasses
 from typing import Any

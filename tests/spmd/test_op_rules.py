@@ -1,4 +1,4 @@
-"""Each primitive on blocks: the results of all devices, put together, are those of one device."""
+"""Each primitive on local shards: the joined results of all devices match one device."""
 
 import itertools
 import random

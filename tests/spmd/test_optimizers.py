@@ -1,4 +1,4 @@
-"""Optimizers on shards: gradients are reduced once, and no weight and no moment is gathered for an update."""
+"""Optimizers on shards: gradients are reduced once, and an update gathers neither weights nor moments."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Options of partitioning: the collectives that each produces, their dtypes and counts, and values."""
+"""Options of partitioning: the collectives that each produces, with dtypes and counts, and results."""
 
 import pickle
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Steps on blocks: their collectives are those of an expert, and their values those of one device."""
+"""Partitioned steps: their collectives are those of an expert, and their results match one device."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Pipelines of steps that scalax partitions: the collectives of a step, and values of odd layers."""
+"""Pipelined steps: the collectives of a step, and the results of unusual layers."""
 
 from collections import Counter
 

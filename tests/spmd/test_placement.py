@@ -1,4 +1,4 @@
-"""Conversions between placements, on simulated devices: each ends in what its target says."""
+"""Conversions between placements, on simulated devices: each ends in its target."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Programs of all kinds under `sjit`: each is partitioned, and its values are those of one device."""
+"""Programs of all kinds under `sjit`: each is partitioned, and its results match one device."""
 
 import functools
 

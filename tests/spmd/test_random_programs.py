@@ -1,4 +1,4 @@
-"""Random programs on blocks compute what one device does, on meshes of every kind of axis.
+"""Random programs on local shards match one device, on meshes with every kind of axis.
 
 Values are compared in float64: a wrong element, or a wrong random bit, stands out from rounding.
 """

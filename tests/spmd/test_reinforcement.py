@@ -1,4 +1,4 @@
-"""Reinforcement learning: environments that are reset inside, scans over time, shuffled minibatches."""
+"""Reinforcement learning: environments that reset inside, scans over time, shuffled minibatches."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The state that results are, and the layout of gradients of whose sharding nothing is said."""
+"""The state that results are, and the layout of gradients without a specified sharding."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Sequence parallelism: another batch axis shards time, and values are those of one device."""
+"""Sequence parallelism: a second batch axis shards time, and results match one device."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""`shard_map` inside of a step: over axes of the batch, over others, and over both."""
+"""`shard_map` inside a step: over batch axes, over other axes, and over both."""
 
 import jax
 import jax.numpy as jnp

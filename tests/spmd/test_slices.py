@@ -1,4 +1,4 @@
-"""Slices of a few examples, or of a few rows of state: devices send the slices, and not what they are of."""
+"""Slices of a few examples, or of a few rows of state: devices send the slice instead of its operand."""
 
 import jax
 import jax.numpy as jnp

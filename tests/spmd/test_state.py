@@ -1,4 +1,4 @@
-"""State that is used in other ways than as one weight of one layer: what is gathered, and what is reduced."""
+"""State that is not used once per layer: what is gathered, and what is reduced."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A step of `sjit` that scalax partitions itself: a decoder with AdamW and clipping, under each strategy."""
+"""A step of `sjit`: a decoder with AdamW and gradient clipping, under each strategy."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Mesh axes beside those of the batch stay automatic inside, and exchanges along the batch keep to them."""
+"""Non-batch mesh axes stay Auto inside, and collectives along the batch run on their shards."""
 
 import jax
 import jax.numpy as jnp

@@ -208,10 +208,10 @@ def _axes_of(editor: JaxprEditor, equation: Any) -> _Axes:
     context, manual = editor.context, shard_map_manual_axes(equation)
     mesh = dict(shard_map_mesh_shape(equation))
     if context.microbatch_axis is not None:
-        raise CannotPartition(equation, 'it is in a layer of a pipeline, which runs on one microbatch')
+        raise CannotPartition(equation, 'it is in a pipelined layer, which runs on one microbatch at a time')
     if [*mesh.items()] != [*context.mesh.shape.items()]:
         raise CannotPartition(
-            equation, f'its mesh {mesh} is not that of the step, {dict(context.mesh.shape)}'
+            equation, f'its mesh {mesh} differs from the mesh of the step, {dict(context.mesh.shape)}'
         )
     indices = {axis: i for i, axis in enumerate(context.axes)}
     independent = [axis for axis in manual - indices.keys() - context.code.auto if mesh[axis] > 1]

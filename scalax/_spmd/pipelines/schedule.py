@@ -151,7 +151,7 @@ def partition_pipeline(
             break
         carried[:] = after
     else:
-        raise CannotPartition(equation, 'the placements of what it carries do not settle')
+        raise CannotPartition(equation, 'the placements of the values that it carries do not converge')
     if [*inner.placements[: loop.num_carry]] != carried:
         inner = run([*carried, *inner.placements[loop.num_carry :]])
     # What is the same for all examples may be computed for those of a microbatch alone.

@@ -21,7 +21,9 @@ def partition_constraint(editor: JaxprEditor, equation: Any, values: Sequence[Va
     """Writes a sharding constraint, ``jax.device_put`` or ``reshard``: converts the operands."""
     if primitive_name(equation) == 'reshard':
         if not is_noop_reshard(equation):
-            raise CannotPartition(equation, 'it changes the sharding in a type')
+            raise CannotPartition(
+                equation, 'it reshards along Explicit axes, which are part of the type of a value'
+            )
         shardings = {}
     else:
         shardings = sharding_params(equation)[1]
@@ -68,9 +70,9 @@ def placements_of_sharding(
         moves: whether the equation moves the value to the memory that the sharding names.
     """
     if not isinstance(sharding, NamedSharding):
-        raise CannotPartition(equation, f'it places values by a {type(sharding).__name__}')
+        raise CannotPartition(equation, f'its sharding is a {type(sharding).__name__}, not a NamedSharding')
     if sharding.memory_kind not in (None, 'device') and not moves:
-        raise CannotPartition(equation, 'it moves values between memories')
+        raise CannotPartition(equation, 'it moves values between memory spaces')
     placements = placements_of_spec(
         sharding.spec, editor.context.mesh_axes, value.placements, value.shape, equation
     )

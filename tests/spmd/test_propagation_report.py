@@ -1,4 +1,4 @@
-"""The report of a partitioned step: its collectives with reasons and lines, and what all devices compute."""
+"""The report of a partitioned step: collectives with reasons and source lines, and redundant work."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Columns over a mesh axis that shards no examples, in programs whose products the compiler partitions."""
+"""Feature dimensions sharded over a non-batch axis, in programs whose matmuls the compiler partitions."""
 
 import jax
 import jax.numpy as jnp

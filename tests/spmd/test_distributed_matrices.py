@@ -1,4 +1,4 @@
-"""Optimizers that multiply or decompose matrices: each device computes some whole ones."""
+"""Optimizers that multiply or decompose matrices: each device computes some entire matrices."""
 
 import jax
 import jax.numpy as jnp

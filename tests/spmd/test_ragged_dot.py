@@ -1,4 +1,4 @@
-"""Products of rows in groups on blocks: each device multiplies its own rows, and the rows of its examples."""
+"""Grouped matmuls on local shards: each device multiplies its own rows, or the rows of its examples."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The largest and the least over examples: NaN, infinities and zeros are those of one device."""
+"""Maxima and minima over examples: NaN, infinities and zeros are the same as on one device."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""JAX's own checks of jaxprs (``jax_enable_checks``) pass on what the partitioner writes."""
+"""JAX's own checks of jaxprs (``jax_enable_checks``) pass for partitioned jaxprs."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Programs that look like others which run on blocks, and differ: their values are those of one device."""
+"""Programs that look like others that run on local shards, but differ, give the results of one device."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Look-ups and updates by the numbers of examples: each device runs them on its own examples."""
+"""Look-ups and updates at the index of the example: each device runs them on its own examples."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
-"""Values that users place: constraints, annotations, `device_put`, and shardings of a `jit` or a `shard_map`.
+"""Values that users place: constraints, annotations, `device_put`, and shardings of `jit` or `shard_map`.
 
-Along the axes of the batch they are conversions, which the report tells, and the batch goes on from there.
+Along the batch axes they are conversions between placements, which the report lists.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Primitives of other libraries, of which nothing is known, whatever they are called."""
+"""Primitives of other libraries, for which there are no rules, whatever their names are."""
 
 import jax.numpy as jnp
 import numpy as np

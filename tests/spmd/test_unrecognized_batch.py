@@ -1,4 +1,4 @@
-"""Steps that are to be partitioned, and of which nothing is recognized as the batch: what users are told."""
+"""Steps for which no batch is recognized: the errors and warnings that users get."""
 
 import warnings
 

@@ -1,6 +1,6 @@
-"""Programs of independent examples: no example moves, and values and gradients are those of one device.
+"""Programs of independent examples: no example moves, and values and gradients match one device.
 
-Many programs are compiled as one, and the collectives of each are those of its jaxpr alone.
+Many programs are compiled together; the collectives of each follow from its own jaxpr.
 """
 
 import collections

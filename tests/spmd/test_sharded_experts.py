@@ -1,4 +1,4 @@
-"""Experts that the axes of the batch shard: rows move to them, in whatever form the experts come."""
+"""Experts that the batch axes shard: rows move to the experts, however the experts are written."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Reductions of what is flattened: each device reduces its block, and nothing is gathered."""
+"""Reductions of flattened arrays: each device reduces its local shard, and nothing is gathered."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Gradients of state whose new layout is not said: they are reduced to the layout of the state they meet."""
+"""Gradients of state without a specified result sharding are reduced to the layout of the state they meet."""
 
 import jax
 import jax.numpy as jnp

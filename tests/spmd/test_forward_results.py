@@ -1,4 +1,4 @@
-"""What a forward pass leaves for later is finished before the loop of the backward pass."""
+"""Results of the forward pass are finished before the first loop of the backward pass."""
 
 import jax
 import jax.numpy as jnp

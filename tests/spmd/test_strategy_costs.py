@@ -1,4 +1,4 @@
-"""Examples that move to state where they are fewer bytes: rows of tables, tokens of experts, few examples."""
+"""Examples move to state if they are smaller: to rows of tables, to experts, to weights of few examples."""
 
 import jax
 import jax.numpy as jnp
