@@ -436,10 +436,10 @@ def _orthogonal(x: Any) -> Any:
 
 
 def _next_ones(function: Any, stack: Any, scalars: Any) -> Any:
-    return [jnp.roll(x, 1, 0) for x in matrices_of_stack(function, stack, scalars)]
+    return [jnp.roll(x, 1, 0) for x in apply_to_stack(function, stack, scalars)]
 
 
-matrices_of_stack = matrices._of_stack
+apply_to_stack = matrices._apply_to_stack
 
 
 @seeded(('mul',), (matrices, '_is_faster', always(True)), (matrices, '_apply_to_stack', _next_ones))
