@@ -201,7 +201,7 @@ def test_ten_leaves_are_shown_and_the_rest_counted():
         (
             lambda: TreePathShardingRule([('w', P())]),
             "TreePathShardingRule, pair 0: expected a pair (regex, PartitionSpec), got [('w', P())]; "
-            'several pairs are given with a star: *pairs',
+            'unpack a list of pairs: *pairs',
         ),
         (
             lambda: TreePathShardingRule((3, P())),

@@ -136,7 +136,7 @@ def dimensions_of(axes: Any) -> tuple[Pattern, str]:
         return dimensions_of(' '.join(axes))
     parts = [dimensions_of(axis) for axis in axes]
     if any(pattern.ellipsis is not None for pattern, _ in parts):
-        raise RuleError(f"'...' and haliax axes do not go together, got {axes!r}")
+        raise RuleError(f"'...' and haliax axes cannot be combined, got {axes!r}")
     dimensions = tuple(dimension for pattern, _ in parts for dimension in pattern.dimensions)
     return Pattern(dimensions), ' '.join(text for _, text in parts)
 

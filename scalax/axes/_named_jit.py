@@ -361,7 +361,7 @@ class NamedJitFunction(Generic[Params, Result]):
             compiled = jax.jit(body, donate_argnums=1, **self._config.jit_kwargs)
         else:
             raise MeshError(
-                f'{self._name} has a mapping to shard by, and no mesh is active: call it inside '
+                f'{self._name} has a mapping or a rule, but no mesh is active: call it inside '
                 '`with helper.get_context():`, or give named_jit mesh=helper.mesh'
             )
         return self._compiled_functions.add(key, compiled)

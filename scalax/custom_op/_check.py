@@ -122,7 +122,7 @@ def _uncombined_error(name: str, rule: Rule, factor: str, fact: str) -> RuleErro
         f'ctx.all_gather; or keep the factor unsharded, with need_replication_factors=({factor!r},).'
     )
     return RuleError(
-        f'{name}: factor {factor!r} is neither reduced nor kept: {fact} (rule {rule.text!r})\n'
+        f'{name}: factor {factor!r} is neither reduced nor kept unsharded: {fact} (rule {rule.text!r})\n'
         f'What to do: {remedy}'
     )
 

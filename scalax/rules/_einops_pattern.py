@@ -101,7 +101,7 @@ def parse(text: str, full_text: str = '', start: int = 0) -> Pattern:
         else:
             raise error(position, f'{word!r} {_INVALID_WORD}')
     if group is not None:
-        raise error(group_start, "a '(' that is never closed")
+        raise error(group_start, "'(' is never closed")
     return Pattern(tuple(dimensions), ellipsis)
 
 

@@ -331,7 +331,7 @@ class AxisAssignment:
             PartitionSpec(*map(canonical_entry, chosen)),
             self.named.source,
             '; '.join([*reasons, *dropped])
-            or ('' if notes or any(chosen) else 'no name has a mesh axis here'),
+            or ('' if notes or any(chosen) else 'no name maps to a mesh axis'),
             (self.rule.on_indivisible,),
             clauses=() if clause is None else ((self.rule, clause),),
             notes=tuple(dict.fromkeys(notes)),

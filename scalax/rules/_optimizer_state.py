@@ -175,7 +175,7 @@ class OptimizerStateShardingRule(BuiltinRule):
 
 _MAX_TABLE_SIZE = 32  # elements of a table of coefficients, such as muon's
 _LARGE_SIZE = 2**20  # elements; smaller leaves may be tables, keys or scales
-_NO_PARAMETER = NoAnswer(Decision(REPLICATED, _NAME, 'belongs to no parameter'))
+_NO_PARAMETER = NoAnswer(Decision(REPLICATED, _NAME, 'does not belong to a parameter'))
 _SMALL = Decision(REPLICATED, _NAME, 'at most one element')
 
 
@@ -217,8 +217,8 @@ def _param_groups(param_rule: RuleLike, params: Any) -> Iterator[ParamGroup]:
         for i, leaf in enumerate(tree.leaves):
             if leaf_shape(leaf) is None or has_foreign_dtype(leaf):
                 raise RuleError(
-                    f'{_NAME}: params holds {tree.describe(i)}, which is not an array; pass the parameters '
-                    f'that the optimizer was initialised with.{module_advice([leaf])}'
+                    f'{_NAME}: params contains {tree.describe(i)}, which is not an array; pass the '
+                    f'parameters that the optimizer was initialised with.{module_advice([leaf])}'
                 )
         dtypes = [getattr(leaf, 'dtype', None) or jax.dtypes.result_type(leaf) for leaf in tree.leaves]
         columns = tuple(tree.paths), tuple(map(tuple, tree.shapes)), tuple(dtypes)

@@ -60,7 +60,7 @@ class PolicyShardingRule(BuiltinRule):
             try:
                 value = self.policy(path, with_shape(leaf))
             except Exception as error:
-                error.add_note(f'{origin} was asked about {tree.describe(index)}')
+                error.add_note(f'{origin} was called for {tree.describe(index)}')
                 raise
             if isinstance(value, ShardingRule):
                 nested[index] = value

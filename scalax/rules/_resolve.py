@@ -300,9 +300,9 @@ _NOT_CONSTRAINED = spec_validation.Fault(
 def _other_mesh_fault(sharding: NamedSharding) -> spec_validation.Fault:
     return spec_validation.Fault(
         'other-mesh',
-        f'the NamedSharding is of another mesh: {sharding.mesh}',
-        "give PartitionSpecs, or NamedShardings of the helper's own mesh: of the same devices in the same "
-        'order, with axes of the same types.',
+        f'the NamedSharding is for another mesh: {sharding.mesh}',
+        "give PartitionSpecs, or NamedShardings on the helper's mesh: the same devices in the same order, "
+        'with axes of the same types.',
     )
 
 

@@ -150,7 +150,7 @@ def _not_a_rule(value: Any, path: str | None, where: str) -> str:
         got = leaf_text(value)
         hint = '; are the tree and the rules the wrong way round?'
     return (
-        f'the rules{_of(where)} hold {got} of type {type(value).__name__}'
+        f'the rules{_of(where)} contain {got} of type {type(value).__name__}'
         f'{"" if path is None else f" at {path!r}"}, which is not a rule: give a ShardingRule, a '
         f'PartitionSpec, a NamedSharding or None{hint}'
     )

@@ -162,8 +162,8 @@ def checked_pair(where: str, pair: Any) -> tuple[str | re.Pattern[str], Rule]:
     """Returns *pair* if it is a pair of a regex and a value, and raises RuleError about *where* otherwise."""
     if not isinstance(pair, tuple | list) or len(pair) != 2 or isinstance(pair[0], tuple | list):
         raise RuleError(
-            f'{where}: expected a pair (regex, PartitionSpec), got {short_repr(pair)}; several pairs are '
-            'given with a star: *pairs'
+            f'{where}: expected a pair (regex, PartitionSpec), got {short_repr(pair)}; unpack a list of '
+            'pairs: *pairs'
         )
     pattern, value = pair
     checked_regex(where, pattern)

@@ -170,8 +170,8 @@ def rule(
     _checked_axes('catalogue.rule', stage=stage)
     if stage is not None and not stacked:
         raise RuleError(
-            f'catalogue.rule: the layers over stage={stage!r} are stacked, and stacked= has to find them: '
-            "stacked='layers/'"
+            f'catalogue.rule: stage={stage!r} shards stacked layers, so pass a regex that finds them, '
+            "such as stacked='layers/'"
         )
     if not stacked:
         return layer_rule
@@ -248,7 +248,7 @@ class ExactRankRule(TreePathShardingRule):
                 answers[index] = Problem(
                     'rank',
                     tree.describe(index),
-                    f'the spec is for an array of rank {expected}, and this one is of rank {rank}{stack}',
+                    f'the spec is for arrays of rank {expected}, but this array has rank {rank}{stack}',
                     str(answer.spec),
                     answer.origin,
                     _RANK_HINT,

@@ -120,7 +120,7 @@ def _sharding(leaf: Any) -> Sharding | spec_validation.Fault:
     is_untyped = isinstance(leaf, jax.core.ShapedArray) and not _is_explicit(sharding)
     if not isinstance(sharding, Sharding) or is_untyped:
         return spec_validation.Fault(
-            'no-sharding', 'this has no sharding: it is on no device yet', _RULES_HINT
+            'no-sharding', 'this has no sharding, because it is not on a device yet', _RULES_HINT
         )
     if not isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
         return spec_validation.Fault('no-sharding', f'its {type(sharding).__name__} has no spec', _RULES_HINT)

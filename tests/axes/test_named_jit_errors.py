@@ -95,7 +95,7 @@ def test_invalid_calls(bad, message):
 
 def test_a_mapping_needs_a_mesh():
     message = (
-        'same has a mapping to shard by, and no mesh is active: call it inside `with helper.get_context():`, '
+        'same has a mapping or a rule, but no mesh is active: call it inside `with helper.get_context():`, '
         'or give named_jit mesh=helper.mesh'
     )
 

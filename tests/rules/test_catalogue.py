@@ -279,7 +279,7 @@ ROW_0 = 'catalogue.rule, row 0 of the table: '
 NO_TABLE = (
     'catalogue.rule: the table is a tuple of rows (regex, PartitionSpec), such as catalogue.LLAMA, got '
 )
-STAR = '; several pairs are given with a star: *pairs'
+STAR = '; unpack a list of pairs: *pairs'
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ STAR = '; several pairs are given with a star: *pairs'
         (
             LLAMA,
             {'stage': 'stage'},
-            "catalogue.rule: the layers over stage='stage' are stacked, and stacked= has to find them: "
+            "catalogue.rule: stage='stage' shards stacked layers, so pass a regex that finds them, such as "
             "stacked='layers/'",
         ),
         (
@@ -363,7 +363,7 @@ def test_an_unknown_name_is_an_error_and_its_remedies_work(snapshot):
 
 
 def test_a_matrix_with_a_norm_in_its_name_is_not_replicated():
-    with pytest.raises(ShardingError, match='the spec is for an array of rank 1, and this one is of rank 2'):
+    with pytest.raises(ShardingError, match='the spec is for arrays of rank 1, but this array has rank 2'):
         HELPER.match_sharding_rule(rule(LLAMA), tree({'norm_mlp/kernel': MATRIX}))
 
 
@@ -373,7 +373,7 @@ def test_wrong_rank(snapshot):
     (problem,) = caught.value.problems
     assert problem.kind == 'rank'
     assert problem.leaf == 'layers/q_proj/kernel: float32[80, 8192, 1024]'
-    assert problem.detail == 'the spec is for an array of rank 2, and this one is of rank 3'
+    assert problem.detail == 'the spec is for arrays of rank 2, but this array has rank 3'
     assert problem.rule.startswith("regex '(^|/)([qkv]_proj|")
     snapshot(problem.hint)
 
@@ -394,7 +394,7 @@ def test_stacks_over_stages():
     }
     with pytest.raises(ShardingError, match=r'dimension 0 of size 7 does not divide by 2 \(stage=2\)'):
         helper.match_sharding_rule(staged, tree({'layers/up_proj/kernel': (7, 64, 256)}))
-    with pytest.raises(ShardingError, match='of rank 1 without its stack of layers'):
+    with pytest.raises(ShardingError, match='rank 1 without its stack of layers'):
         helper.match_sharding_rule(staged, tree({'layers/up_proj/kernel': (64, 256)}))
 
 
@@ -405,14 +405,14 @@ def test_wrong_rank_without_a_stack(stacks, snapshot):
     (problem,) = caught.value.problems
     assert problem.leaf == 'layers/0/q_proj/kernel: float32[64, 64]'
     assert problem.detail == (
-        'the spec is for an array of rank 2, and this one is of rank 1 without its stack of layers'
+        'the spec is for arrays of rank 2, but this array has rank 1 without its stack of layers'
     )
     snapshot(problem.hint)
 
 
 def test_a_later_rule_does_not_hide_a_wrong_rank():
     composed = rule(LLAMA) | FSDPShardingRule()
-    with pytest.raises(ShardingError, match='the spec is for an array of rank 2'):
+    with pytest.raises(ShardingError, match='the spec is for arrays of rank 2'):
         HELPER.match_sharding_rule(composed, tree({'layers/q_proj/kernel': (80, 8192, 1024)}))
 
 

@@ -347,7 +347,7 @@ def test_shardings_of_two_meshes_are_an_error(helper):
         FSDP | NamedSharding(other, P()),
         P('fsdp') & (FSDP & NamedSharding(other, P())),
     ):
-        assert 'of another mesh' in message_of(helper, rule, {'w': leaf(4, 4)})
+        assert 'for another mesh' in message_of(helper, rule, {'w': leaf(4, 4)})
 
 
 # --- Purity, reports, sjit -----------------------------------------------------------------------

@@ -164,7 +164,7 @@ def test_reports_give_the_reason():
         "heads: the mesh has no 'tp'; mlp: the mesh has no 'tp'; embed: the mesh has no 'fsdp'"
     )
     none = LogicalAxisShardingRule({'embed': None}, [('', 'embed')])
-    assert helper_for(POD).explain(leaf(8), none).rows[0].reason == 'no name has a mesh axis here'
+    assert helper_for(POD).explain(leaf(8), none).rows[0].reason == 'no name maps to a mesh axis'
 
 
 def test_a_report_shows_axes_that_the_mesh_lacks():

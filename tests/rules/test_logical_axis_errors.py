@@ -74,7 +74,7 @@ def misplaced(word):
 @pytest.mark.parametrize(
     ('names', 'why', 'at'),
     [
-        ('embed (mlp', "a '(' that is never closed", 6),
+        ('embed (mlp', "'(' is never closed", 6),
         ('embed mlp)', misplaced(')'), 9),
         ('(embed (mlp))', misplaced('('), 7),
         ('(... embed)', misplaced('...'), 1),

@@ -69,11 +69,11 @@ def by_rank(path, leaf):
         ('v/w', (1, 1, 1), P(), 'at most one element'),
         ('v/w', (0, 0), P(), 'at most one element'),
         ('count', (), P(), 'at most one element'),
-        ('table', (8,), P(), 'belongs to no parameter'),
-        ('table', (8, 4), P(), 'belongs to no parameter'),
-        ('mu/aw', (8,), P(), 'belongs to no parameter'),  # keys are compared whole
-        ('mu/w/codes', (128,), P(), 'belongs to no parameter'),
-        ('table', (2**20 - 1,), P(), 'belongs to no parameter'),
+        ('table', (8,), P(), 'does not belong to a parameter'),
+        ('table', (8, 4), P(), 'does not belong to a parameter'),
+        ('mu/aw', (8,), P(), 'does not belong to a parameter'),  # keys are compared whole
+        ('mu/w/codes', (128,), P(), 'does not belong to a parameter'),
+        ('table', (2**20 - 1,), P(), 'does not belong to a parameter'),
     ],
 )
 def test_spec_and_reason_of_each_shape(path, shape, spec, reason):

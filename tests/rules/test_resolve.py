@@ -117,7 +117,7 @@ def test_an_empty_key_of_a_tree_of_rules_is_part_of_the_path():
     assert [problem.leaf for problem in error.value.problems] == leaves
     with pytest.raises(StructureError, match='do not match the structure of the tree'):
         HELPER.match_sharding_rule({'': {}, 'v': P()}, tree)
-    with pytest.raises(StructureError, match="hold 'data' of type str at '/w', which is not a rule"):
+    with pytest.raises(StructureError, match="contain 'data' of type str at '/w', which is not a rule"):
         HELPER.match_sharding_rule({'': {'w': 'data', '': P()}, 'v': P()}, tree)
 
 

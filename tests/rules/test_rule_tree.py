@@ -147,14 +147,14 @@ TAKEN = 'which is not a rule: give a ShardingRule, a PartitionSpec, a NamedShard
         (
             [('w', P()), ('b', None)],
             {'w': X, 'b': X},
-            f"the rules hold 'w' of type str at '0/0', {TAKEN}; pairs of a regex and a rule are for "
+            f"the rules contain 'w' of type str at '0/0', {TAKEN}; pairs of a regex and a rule are for "
             'TreePathShardingRule((regex, rule), ...)',
         ),
         (
             {'w': FSDPShardingRule},
             {'w': X},
-            f"the rules hold {FSDPShardingRule!r} of type ABCMeta at 'w', {TAKEN}; this is the class: write "
-            'FSDPShardingRule(...)',
+            f"the rules contain {FSDPShardingRule!r} of type ABCMeta at 'w', {TAKEN}; this is the class: "
+            'write FSDPShardingRule(...)',
         ),
         (
             {'a': {'x': P()}},
@@ -184,33 +184,33 @@ TAKEN = 'which is not a rule: give a ShardingRule, a PartitionSpec, a NamedShard
         (
             {'a': 'data'},
             {'a': X},
-            f"the rules hold 'data' of type str at 'a', {TAKEN}; write PartitionSpec('data')",
+            f"the rules contain 'data' of type str at 'a', {TAKEN}; write PartitionSpec('data')",
         ),
         (
             ['data'],
             [X],
-            f"the rules hold 'data' of type str at '0', {TAKEN}; write PartitionSpec('data')",
+            f"the rules contain 'data' of type str at '0', {TAKEN}; write PartitionSpec('data')",
         ),
         (
             3,
             X,
-            f'the rules hold 3 of type int, {TAKEN}',
+            f'the rules contain 3 of type int, {TAKEN}',
         ),
         (
             {'w': X},
             FSDP,
-            f"the rules hold float32[8, 8] of type ndarray at 'w', {TAKEN}; are the tree and the rules the "
-            'wrong way round?',
+            f"the rules contain float32[8, 8] of type ndarray at 'w', {TAKEN}; are the tree and the rules "
+            'the wrong way round?',
         ),
         (
             by_size,
             X,
-            f'the rules hold {by_size!r} of type function, {TAKEN}',
+            f'the rules contain {by_size!r} of type function, {TAKEN}',
         ),
         (
             SingleDeviceSharding(jax.devices()[0]),
             X,
-            'the rules hold SingleDeviceSharding(device=CpuDevice(id=0), memory_kind=... of type '
+            'the rules contain SingleDeviceSharding(device=CpuDevice(id=0), memory_kind=... of type '
             f'SingleDeviceSharding, {TAKEN}',
         ),
     ],

@@ -436,7 +436,7 @@ def test_an_error_of_a_policy_names_the_leaf():
     with pytest.raises(ZeroDivisionError) as error:
         PolicyShardingRule(divide).apply({'b': np.ones(3), 'w': np.ones((2, 3))})
     name = 'test_an_error_of_a_policy_names_the_leaf.<locals>.divide'
-    assert error.value.__notes__ == [f'PolicyShardingRule({name}) was asked about w: float64[2, 3]']
+    assert error.value.__notes__ == [f'PolicyShardingRule({name}) was called for w: float64[2, 3]']
 
 
 @pytest.mark.parametrize(

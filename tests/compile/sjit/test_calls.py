@@ -230,12 +230,12 @@ def test_shardings_that_do_not_fit_the_arguments(in_shardings, snapshot):
     [
         (
             'data',
-            "the rules of {option} of g hold 'data' of type str, which is not a rule: give a ShardingRule, "
-            "a PartitionSpec, a NamedSharding or None; write PartitionSpec('data')",
+            "the rules of {option} of g contain 'data' of type str, which is not a rule: give a "
+            "ShardingRule, a PartitionSpec, a NamedSharding or None; write PartitionSpec('data')",
         ),
         (
             {'x': {'w': 8}},
-            "the rules of {option} of g hold 8 of type int at 'x/w', which is not a rule: give a "
+            "the rules of {option} of g contain 8 of type int at 'x/w', which is not a rule: give a "
             'ShardingRule, a PartitionSpec, a NamedSharding or None',
         ),
     ],
@@ -822,7 +822,7 @@ def test_wrappers_are_called_as_they_are_written():
         ({1: P()}, 'annotation names are strings, got 1 in annotation_shardings'),
         (
             {'h': 'data'},
-            "the rules of annotation_shardings['h'] hold 'data' of type str, which is not a rule: give a "
+            "the rules of annotation_shardings['h'] contain 'data' of type str, which is not a rule: give a "
             "ShardingRule, a PartitionSpec, a NamedSharding or None; write PartitionSpec('data')",
         ),
     ],

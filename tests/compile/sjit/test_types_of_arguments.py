@@ -232,7 +232,11 @@ def test_everything_else_that_takes_structs():
     ('call', 'error', 'line'),
     [
         (lambda: AUTO.shard(TYPE, P()), ShardingError, 'a ShapedArray has no value that could be placed'),
-        (lambda: AUTO.visualize(TYPE), ShardingError, 'this has no sharding: it is on no device yet'),
+        (
+            lambda: AUTO.visualize(TYPE),
+            ShardingError,
+            'this has no sharding, because it is not on a device yet',
+        ),
         (lambda: AUTO.local_data_to_global_array(TYPE), DataError, 'float32[8, 4] is not an array'),
         (lambda: AUTO.broadcast_from(0, TYPE), DataError, 'float32[8, 4] is not an array'),
         (lambda: AUTO.reshard(TYPE, P()), ArgumentError, 'float32[8, 4] has no sharding'),

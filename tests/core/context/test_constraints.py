@@ -537,5 +537,5 @@ def test_a_named_sharding_with_other_axis_types(helper):
         with helper.get_context():
             assert_lies(with_sharding_constraint(helper.shard(x, P('a')), sharding), helper, P('b', 'a'), x)
     turned = Mesh(helper.mesh.devices[::-1], ('a', 'b'), axis_types=other.mesh.axis_types)
-    with pytest.raises(ShardingError, match='of another mesh'):
+    with pytest.raises(ShardingError, match='for another mesh'):
         helper.sjit(lambda x: with_sharding_constraint(x, NamedSharding(turned, P('a'))))(x)
