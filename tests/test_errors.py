@@ -53,7 +53,7 @@ def returns_text(path, x):
 
 UNMATCHED = (
     "What to do: add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False to "
-    'replicate what nothing matches.'
+    'replicate unmatched leaves.'
 )
 A_SPEC = "What to do: return a jax.sharding.PartitionSpec, such as PartitionSpec('fsdp', None)."
 DIVIDE = (
@@ -153,7 +153,7 @@ def test_axis_types_that_do_not_mix():
         (
             '0: float32[8]',
             'dimension 0 mixes mesh axes of types Auto and Explicit',
-            'keep the axes of one dimension of one type (JAX would reorder them silently).',
+            'use axes of one type for each dimension (JAX would reorder them silently).',
         ),
         (
             '1: float32[8]',

@@ -43,8 +43,8 @@ class ModuleUpdates:
             warn(
                 f'{name} changes modules that it was given, and the changes are lost, because a compiled '
                 f'function works on a copy (with jax.jit too):\n{shown_leaves(lost)}\n'
-                'What to do: use scalax.interop.nnx.sjit, which changes them; or return the module, or its '
-                'state (nnx.state), and go on with that.',
+                'What to do: use scalax.interop.nnx.sjit, which updates them in place; or return the module, '
+                'or its state (nnx.state), and continue with it.',
                 LostUpdateWarning,
             )
 

@@ -308,9 +308,9 @@ class NnxFunction:
             reason = str(error).partition(' (http')[0]
             raise ArgumentError(
                 f'{self._name} changes a module that is not one of its arguments: a compiled function can '
-                f'change these only ({reason}).\n'
-                'What to do: make the module an argument, also of functions inside (nnx.grad, nnx.scan). In '
-                'those of jax.grad, jax.lax.scan and microbatch, merge a copy: nnx.merge(..., copy=True).'
+                f'only change its arguments ({reason}).\n'
+                'What to do: make the module an argument, also of inner functions (nnx.grad, nnx.scan). '
+                'Inside jax.grad, jax.lax.scan and microbatch, merge a copy: nnx.merge(..., copy=True).'
             ) from error
 
 

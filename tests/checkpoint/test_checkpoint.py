@@ -350,7 +350,7 @@ def test_data_state(tmp_path: Path, helper: MeshShardingHelper) -> None:
         checkpointer.save(4, state, data=[1, 'two', None])
         checkpointer.save(5, state)
         assert 'neither bytes nor JSON' in message(checkpointer.save, 6, state, data={1, 2})
-        for data, why in (({1: 0, '1': 0}, "the key '1' is there twice"), (10**100, 'more than 100 digits')):
+        for data, why in (({1: 0, '1': 0}, "the key '1' occurs twice"), (10**100, 'more than 100 digits')):
             assert why in message(checkpointer.save, 6, state, data=data)
     checkpointer.restore(helper, RULE, state, step=1, data=numbers)
     assert numbers.position == 10

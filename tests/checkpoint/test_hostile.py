@@ -139,7 +139,7 @@ def test_pipes_and_endless_files(two: Path) -> None:
         ('null', "TypeError: 'NoneType' object is not subscriptable"),
         ('{"token": "x"}', "KeyError: 'pid'"),
         (DEEP, 'ValueError: it is nested more than 127 deep'),
-        ('{"token": "x", "token": "y"}', "ValueError: the key 'token' is there twice"),
+        ('{"token": "x", "token": "y"}', "ValueError: the key 'token' occurs twice"),
     ],
     ids=lambda text: text[:9],
 )

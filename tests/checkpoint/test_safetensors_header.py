@@ -74,22 +74,22 @@ CASES: dict[str, tuple[str | bytes, str]] = {
     ),
     'objects': ('{"x":' * 10**5, 'its header is not valid: x: it is nested more than 127 deep'),
     # Names and keys
-    'a name twice': (f'{{"x":{X},"x":{X}}}', "its header is not valid: the key 'x' is there twice"),
+    'a name twice': (f'{{"x":{X},"x":{X}}}', "its header is not valid: the key 'x' occurs twice"),
     'a name twice, once escaped': (
         f'{{"x":{X},"\\u0078":{X}}}',
-        "its header is not valid: the key 'x' is there twice",
+        "its header is not valid: the key 'x' occurs twice",
     ),
     'a key twice': (
         f'{{"x":{{"dtype":"F16",{VALID}}}}}',
-        "its header is not valid: x: the key 'dtype' is there twice",
+        "its header is not valid: x: the key 'dtype' occurs twice",
     ),
     'metadata twice': (
         f'{{"__metadata__":{{}},"x":{X},"__metadata__":{{}}}}',
-        "its header is not valid: the key '__metadata__' is there twice",
+        "its header is not valid: the key '__metadata__' occurs twice",
     ),
     'a key of metadata twice': (
         f'{{"__metadata__":{{"a":"1","a":"2"}},"x":{X}}}',
-        "its header is not valid: __metadata__: the key 'a' is there twice",
+        "its header is not valid: __metadata__: the key 'a' occurs twice",
     ),
     'half of a surrogate pair': (
         f'{{"\\ud800":{X}}}',
@@ -334,7 +334,7 @@ STRICTER = [
     'has the dtype {',
     'is not an object with dtype, shape, data_offsets',
     'but an entry has dtype, shape, data_offsets',
-    'is there twice',
+    'occurs twice',
     'which no array of ',
     'dimensions; an array has at most 64',
 ]

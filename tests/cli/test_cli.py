@@ -448,9 +448,9 @@ def test_axes_need_not_be_whole_axes_of_the_torus(job, capsys):
 def test_an_unknown_topology_is_named_with_its_neighbours(job, capsys):
     done = here(capsys, 'plan', f'{job}:make_step', '--topology', 'v5e:2x5', '--mesh', 'fsdp=-1,tp=2')
     assert done.returncode == 2
-    assert done.stderr.startswith("error: the TPU compiler describes no topology 'v5e:2x5': ")
+    assert done.stderr.startswith("error: the TPU compiler does not support the topology 'v5e:2x5': ")
     assert done.stderr.endswith(
-        "did you mean 'v5e:2x4' or 'v5e:2x2'?\n`python -m scalax topologies` lists those that are known\n"
+        "did you mean 'v5e:2x4' or 'v5e:2x2'?\n`python -m scalax topologies` lists the known ones\n"
     )
 
 

@@ -194,7 +194,7 @@ CHECKS: dict[str, tuple[MeshShardingHelper, PartitionSpec, str, str]] = {
         MIXED,
         P(('a', 'b')),
         'dimension 0 mixes mesh axes of types Auto and Explicit',
-        'keep the axes of one dimension of one type (JAX would reorder them silently).',
+        'use axes of one type for each dimension (JAX would reorder them silently).',
     ),
     'unreduced, unknown': (
         EXPLICIT,
@@ -230,7 +230,7 @@ CHECKS: dict[str, tuple[MeshShardingHelper, PartitionSpec, str, str]] = {
         AUTO,
         P('a', None, 'b'),
         'the spec has 3 entries, the array 2 dimensions',
-        'give a spec at most one entry a dimension (PartitionSpec() replicates).',
+        'give a spec at most one entry per dimension (PartitionSpec() replicates).',
     ),
     'unconstrained, as a place': (
         AUTO,

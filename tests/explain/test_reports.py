@@ -330,14 +330,14 @@ def test_json_round_trip(report, tmp_path):
     [
         (
             '{"version": 2}',
-            'the text is a report of version 2, this scalax reads version 1: write it anew with '
+            'the text is a report of version 2, this scalax reads version 1: write it again with '
             'report.to_json()',
         ),
         ('{"rows": []}', 'the text is not the JSON of a report: it has no version'),
         (
             '{"version": 1, "mesh": {}, "unused_rules": [], "shadowed_rules": []}',
-            "the text is not a whole report: it has no 'rows'. If another release of scalax wrote it, write "
-            'it anew with report.to_json()',
+            "the text is not a complete report: it has no 'rows'. If another release of scalax wrote it, "
+            'write it again with report.to_json()',
         ),
         (
             '{',
@@ -381,7 +381,7 @@ def test_load_rejects_other_types(tmp_path):
             ShardingReport.load(other)
         assert str(error.value) == (
             f'ShardingReport.load takes text, or the path of a file, got {type(other).__name__}: '
-            'give it what report.to_json() returns, or where that was written'
+            'pass the result of report.to_json(), or the path of its file'
         )
     path = tmp_path / 'golden.json'
     with pytest.raises(FileNotFoundError):
@@ -428,8 +428,8 @@ def test_values_of_other_types(changes, why):
     with pytest.raises(DataError) as error:
         ShardingReport.load(one_row(**changes))
     assert str(error.value) == (
-        f'the text is not a whole report: {why}. If another release of scalax wrote it, write it anew with '
-        'report.to_json()'
+        f'the text is not a complete report: {why}. If another release of scalax wrote it, write it again '
+        'with report.to_json()'
     )
 
 
@@ -445,7 +445,7 @@ def test_a_mesh_axis_with_the_name_of_the_marker_is_not_written():
 
 def test_a_spec_that_jax_refuses():
     spec = {'entries': ['x'], 'unreduced': ['x'], 'reduced': []}
-    with pytest.raises(DataError, match='not a whole report: '):
+    with pytest.raises(DataError, match='not a complete report: '):
         ShardingReport.load(one_row(spec=spec))
 
 
@@ -533,7 +533,7 @@ def test_unreduced_specs_round_trip():
     again = ShardingReport.load(report.to_json())
     assert again == report
     assert "P('fsdp', unreduced={'tp'}, unreduced_kind=max)" in str(again)
-    with pytest.raises(DataError, match="not a whole report: it has no 'median'"):
+    with pytest.raises(DataError, match="not a complete report: it has no 'median'"):
         ShardingReport.load(report.to_json().replace('"max"', '"median"'))
 
 

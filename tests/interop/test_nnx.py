@@ -401,7 +401,7 @@ def test_a_rule_without_an_answer_for_a_sown_value():
         "    no regex of the rule matches the path 'features/value/0' (inside '0/0')\n"
         '    rule: TreePathShardingRule with 1 regex\n'
         "What to do: add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False to "
-        'replicate what nothing matches.'
+        'replicate unmatched leaves.'
     )
     assert not hasattr(model, 'features')
 
@@ -599,8 +599,8 @@ def test_a_module_that_is_no_argument_cannot_be_changed():
 
     text = (
         r'(?s)around changes a module that is not one of its arguments: .* \(Cannot mutate .*\)\.\n'
-        r'What to do: make the module an argument, also of functions inside \(nnx\.grad, nnx\.scan\)\. In '
-        r'those of jax\.grad, jax\.lax\.scan and microbatch, merge a copy: nnx\.merge\(\.\.\., copy=True\)\.'
+        r'What to do: make the module an argument, also of inner functions \(nnx\.grad, nnx\.scan\)\. Inside '
+        r'jax\.grad, jax\.lax\.scan and microbatch, merge a copy: nnx\.merge\(\.\.\., copy=True\)\.'
     )
     with pytest.raises(ArgumentError, match=text):
         nnx.sjit(helper(), around)(rows())

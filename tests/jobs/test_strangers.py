@@ -122,7 +122,7 @@ def test_no_response_to_garbage(data: bytes, sender: Sender, caplog: pytest.LogC
     assert_served(sender)
     assert [record.getMessage() for record in caplog.records if record.name == 'scalax.channel'] == [
         'Sender: a connection from 127.0.0.1 was closed: it did not prove that it has the secret, was silent '
-        'or asked what nobody asks. If it is yours, set SCALAX_RUN_TOKEN to the same value on both sides. '
+        'or sent an invalid request. If it is yours, set SCALAX_RUN_TOKEN to the same value on both sides. '
         'Others are closed without a message.'
     ]
 
@@ -385,7 +385,7 @@ def test_other_machines_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv('SCALAX_RUN_TOKEN', raising=False)
     helper = MeshShardingHelper([8], ['fsdp'])
     text = (
-        ': 192.0.2.1:7117 can be reached from other machines, and there is no secret to tell who may '
+        ': 192.0.2.1:7117 can be reached from other machines, and there is no secret to restrict who may '
         'connect. What to do: set the environment variable SCALAX_RUN_TOKEN to the same secret on both '
         f'sides, or give it as secret=...; {COMMAND} makes one. On one machine, localhost:7117 needs none.'
     )

@@ -262,7 +262,7 @@ def counted(entry, *computations):
 CASES = {
     # f32[256,256] is 256 KiB, a row of it 1 KiB.
     'an elementwise operation': ('ROOT %a = f32[256,256] negate(%p)', 2 * 256),
-    'an operand that is there twice': ('ROOT %a = f32[256,256] add(%p, %p)', 2 * 256),
+    'an operand that occurs twice': ('ROOT %a = f32[256,256] add(%p, %p)', 2 * 256),
     'in the vector memory': ('ROOT %a = f32[256,256]{1,0:S(1)} negate(%p)', 256),
     'a copy into the vector memory': (
         """

@@ -39,8 +39,8 @@ def test_a_plan_comes_back(tmp_path):
         ('{"version": 1', 'the text is not the JSON of a plan: '),
         ('{"version": 9}', 'the text is a plan of version 9, this scalax reads version 1: '),
         ('{"name": "step"}', 'the text is not the JSON of a plan: it has no version'),
-        (7, 'Plan.load takes text, or the path of a file, got int: give it what plan.to_json() returns, or'),
-        ('{"version": 1, "name": "step"}', 'the text is not a whole plan: '),
+        (7, 'Plan.load takes text, or the path of a file, got int: pass the result of plan.to_json(), or'),
+        ('{"version": 1, "name": "step"}', 'the text is not a complete plan: '),
     ],
 )
 def test_what_is_no_plan(text, said):
@@ -77,7 +77,7 @@ def test_what_is_not_a_whole_plan(changes, message):
     assert Plan.load(json.dumps(values)).device_positions
     with pytest.raises(DataError) as wrong:
         Plan.load(json.dumps({**values, **changes}))
-    assert str(wrong.value).startswith(f'the text is not a whole plan: {message}')
+    assert str(wrong.value).startswith(f'the text is not a complete plan: {message}')
 
 
 def test_a_plan_of_a_release_that_did_not_write_all():
@@ -86,8 +86,8 @@ def test_a_plan_of_a_release_that_did_not_write_all():
     with pytest.raises(DataError) as wrong:
         Plan.load(json.dumps(values))
     assert str(wrong.value) == (
-        "the text is not a whole plan: it has no 'schedule'. If another release of scalax wrote it, write it "
-        'anew with plan.to_json()'
+        "the text is not a complete plan: it has no 'schedule'. If another release of scalax wrote it, write "
+        'it again with plan.to_json()'
     )
 
 

@@ -327,7 +327,7 @@ def test_errors_about_a_stack_name_the_entire_array(helper):
         '  w: float32[80, 64]\n'
         '    the spec has 3 entries, the array 2 dimensions\n'
         f"    asked for: {P(None, 'fsdp', 'tp')} from regex 'w'\n"
-        'What to do: give a spec at most one entry a dimension (PartitionSpec() replicates).'
+        'What to do: give a spec at most one entry per dimension (PartitionSpec() replicates).'
     )
 
 

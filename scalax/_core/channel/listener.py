@@ -91,7 +91,7 @@ class Listener(socketserver.ThreadingTCPServer):
         if not has_logged:
             _log.warning(
                 '%s: a connection from %s was closed: it did not prove that it has the secret, was silent or '
-                'asked what nobody asks. If it is yours, set %s to the same value on both sides. Others are '
+                'sent an invalid request. If it is yours, set %s to the same value on both sides. Others are '
                 'closed without a message.',
                 *(self._what, host, SECRET_VARIABLE),
             )

@@ -46,7 +46,7 @@ def missing_secret_error(what: str, address: str) -> ArgumentError:
     """Returns the error about a missing secret for an address that other machines can reach."""
     port = address.rpartition(':')[2]
     return ArgumentError(
-        f'{what}: {address} can be reached from other machines, and there is no secret to tell who may '
+        f'{what}: {address} can be reached from other machines, and there is no secret to restrict who may '
         f'connect. What to do: set the environment variable {SECRET_VARIABLE} to the same secret on both '
         f'sides, or give it as secret=...; {COMMAND} makes one. On one machine, localhost:{port} needs none.'
     )

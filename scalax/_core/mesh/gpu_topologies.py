@@ -174,7 +174,9 @@ def gpu_devices(topology: str, num_slices: int) -> Sequence[Any]:
         hint = ''
         if is_file:
             hint = f'. The compiler wrote to stderr which part of the file it cannot read. {_EXAMPLES}'
-        raise MeshError(f'the compiler for GPUs describes no topology {topology!r}: {error}{hint}') from error
+        raise MeshError(
+            f'the compiler for GPUs does not support the topology {topology!r}: {error}{hint}'
+        ) from error
     return list(description.devices)
 
 

@@ -41,7 +41,7 @@ def build_mesh(
     if not device_list:
         raise MeshError('devices is empty: a mesh needs at least one device')
     if len(set(device_list)) != len(device_list):
-        raise MeshError('devices holds a device more than once')
+        raise MeshError('devices contains a device more than once')
     sizes = _infer_sizes(dims, names, len(device_list))
     if dcn_axis_dims is None:
         _reject_several_slices(device_list, names, split_physical_axes)
@@ -183,8 +183,8 @@ def _order_over_slices(
     counts = [len(granules[index]) for index in sorted(granules)]
     if set(counts) != {math.prod(inside)}:
         raise MeshError(
-            f'mesh {sizes} over {len(granules)} {what} ({dcn} across, {inside} inside each) takes '
-            f'{math.prod(inside)} devices of each, which have {first_ten(map(str, counts))}'
+            f'mesh {sizes} over {len(granules)} {what} ({dcn} across, {inside} inside each) needs '
+            f'{math.prod(inside)} devices of each, but they have {first_ten(map(str, counts))}'
         )
     arrays = [
         _order_in_slice(inside, granules[index], split, f'inside each of the {what}')

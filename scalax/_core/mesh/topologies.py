@@ -100,12 +100,12 @@ def topology_devices(topology: str, num_slices: int) -> Sequence[Any]:
     except (RuntimeError, ValueError) as error:
         if is_wrong_libtpu(error):
             raise MissingDependencyError(
-                f'{error}\nlibtpu {importlib.metadata.version("libtpu")} is none that JAX {jax.__version__} '
-                'can use: pip install "jax[tpu]" brings the one that fits'
+                f'{error}\nlibtpu {importlib.metadata.version("libtpu")} does not work with JAX '
+                f'{jax.__version__}: pip install "jax[tpu]" installs a matching version'
             ) from error
         raise MeshError(
-            f'the TPU compiler describes no topology {topology!r}: {error}\n{suggest(topology)}\n'
-            '`python -m scalax topologies` lists those that are known'
+            f'the TPU compiler does not support the topology {topology!r}: {error}\n{suggest(topology)}\n'
+            '`python -m scalax topologies` lists the known ones'
         ) from error
     return list(description.devices)
 

@@ -83,7 +83,7 @@ def _entry_faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -
             'rank',
             f'the spec has {plural(len(spec), "entry", "entries")}, the array '
             f'{plural(len(shape), "dimension")}',
-            'give a spec at most one entry a dimension (PartitionSpec() replicates).'
+            'give a spec at most one entry per dimension (PartitionSpec() replicates).'
             if shape
             else 'a scalar takes PartitionSpec(), which replicates it; or are two arguments, or their rules, '
             'swapped?',
@@ -94,7 +94,7 @@ def _entry_faults(spec: PartitionSpec, shape: tuple[int, ...], axes: MeshAxes) -
             yield Fault(
                 'mixed-axis-types',
                 f'dimension {dim} mixes mesh axes of types {" and ".join(kinds)}',
-                'keep the axes of one dimension of one type (JAX would reorder them silently).',
+                'use axes of one type for each dimension (JAX would reorder them silently).',
             )
 
 

@@ -83,7 +83,7 @@ def read(kind: type[T], text_or_path: str | os.PathLike[str], what: str) -> T:
     if not isinstance(text_or_path, str | os.PathLike):
         raise ArgumentError(
             f'{kind.__name__}.load takes text, or the path of a file, got {type(text_or_path).__name__}: '
-            f'give it what {what}.to_json() returns, or where that was written'
+            f'pass the result of {what}.to_json(), or the path of its file'
         )
     is_text = isinstance(text_or_path, str) and text_or_path.lstrip()[:1] in ('', '{')
     name = 'the text' if is_text else repr(os.fspath(text_or_path))
@@ -99,15 +99,15 @@ def read(kind: type[T], text_or_path: str | os.PathLike[str], what: str) -> T:
     if version != _VERSION:
         raise DataError(
             f'{name} is a {what} of version {reprlib.repr(version)}, this scalax reads version '
-            f'{_VERSION}: write it anew with {what}.to_json()'
+            f'{_VERSION}: write it again with {what}.to_json()'
         )
     try:
         return typing.cast(T, _build(kind, values))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         why = f'it has no {error}' if isinstance(error, LookupError) else error
         raise DataError(
-            f'{name} is not a whole {what}: {why}. If another release of scalax wrote it, write it anew with '
-            f'{what}.to_json()'
+            f'{name} is not a complete {what}: {why}. If another release of scalax wrote it, write it again '
+            f'with {what}.to_json()'
         ) from error
 
 

@@ -44,7 +44,7 @@ def parse(text: bytes, max_depth: int = MAX_DEPTH) -> Any:
         >>> parse(b'{"x": {"a": 1, "a": 2}}')
         Traceback (most recent call last):
         ...
-        ValueError: x: the key 'a' is there twice
+        ValueError: x: the key 'a' occurs twice
     """
     decoded = text.decode('utf-8')
     _reject_deep_nesting(decoded, max_depth)
@@ -113,7 +113,7 @@ def _unquoted(token: str) -> str:
 def _reject_values(value: Any, keys: tuple[str, ...]) -> None:
     """Raises ValueError for objects with a repeated key, and for strings that are not Unicode."""
     if isinstance(value, _ObjectWithRepeatedKey):
-        raise ValueError(f'{_location(keys)}the key {brief(value.key)} is there twice')
+        raise ValueError(f'{_location(keys)}the key {brief(value.key)} occurs twice')
     if isinstance(value, dict):
         for key, item in value.items():
             _reject_values(key, keys)

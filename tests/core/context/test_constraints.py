@@ -257,7 +257,7 @@ def test_errors_name_the_place_before_anything_is_compiled(helper):
             "    the mesh has no axis 'c' (known: 'a', 'b')\n"
             "    asked for: P('a', 'c') from the spec given\n"
             'What to do: name only axes of the mesh, or build the mesh with that axis.\n'
-            'What to do: give a spec at most one entry a dimension (PartitionSpec() replicates).'
+            'What to do: give a spec at most one entry per dimension (PartitionSpec() replicates).'
         )
 
 

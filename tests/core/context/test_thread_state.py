@@ -195,10 +195,9 @@ def test_after_a_failed_trace_the_next_thread_traces() -> None:
 
 OTHER = MeshShardingHelper([8], ['all'])
 LEFT_TOO_EARLY = (
-    'a get_context() is left before one that was entered after it, or in another thread: the '
-    'code in it has run with another helper active. This happens where generators or asyncio '
-    'tasks take turns inside of it: enter it again between two yields or awaits, or use one '
-    'helper for all'
+    'a get_context() is exited before one that was entered after it, or in another thread, so '
+    'its code has run with another active helper. Interleaved generators or asyncio tasks cause '
+    'this: enter the context again between two yields or awaits, or use one helper for all'
 )
 
 

@@ -172,7 +172,7 @@ def test_a_topology_that_the_compiler_refuses(described):
     with pytest.raises(MeshError) as raised:
         helper_of('h100:8')
     assert str(raised.value) == (
-        "the compiler for GPUs describes no topology 'h100:8': FAILED_PRECONDITION: no"
+        "the compiler for GPUs does not support the topology 'h100:8': FAILED_PRECONDITION: no"
     )
 
 

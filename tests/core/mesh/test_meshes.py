@@ -291,7 +291,7 @@ def test_dimensions_that_do_not_fit(dims, names, message):
     ('options', 'message'),
     [
         ({'devices': []}, 'devices is empty: a mesh needs at least one device'),
-        ({'devices': ['d', 'd']}, 'devices holds a device more than once'),
+        ({'devices': ['d', 'd']}, 'devices contains a device more than once'),
         (
             {'axis_types': 'auto'},
             "axis_types is one jax.sharding.AxisType for all axes or one for each of ('data',), got 'auto'",

@@ -65,8 +65,8 @@ def test_with_a_compiler_of_another_jax(described):
     with pytest.raises(MissingDependencyError) as raised:
         ask()
     assert str(raised.value) == (
-        f'{message}\nlibtpu 0.0.1 is none that JAX {jax.__version__} can use: '
-        'pip install "jax[tpu]" brings the one that fits'
+        f'{message}\nlibtpu 0.0.1 does not work with JAX {jax.__version__}: '
+        'pip install "jax[tpu]" installs a matching version'
     )
 
 
@@ -129,7 +129,7 @@ def test_slices_that_cannot_be_counted(described, slices):
 def test_a_side_without_chips_is_rejected_before_the_compiler(described, name):
     described(lambda **_: pytest.fail('the compiler divides by zero'))
     with pytest.raises(
-        MeshError, match=f'^the TPU compiler describes no topology {name!r}: a side of 0 chips'
+        MeshError, match=f'^the TPU compiler does not support the topology {name!r}: a side of 0 chips'
     ):
         MeshShardingHelper.from_topology(name, [-1], ['x'])
 

@@ -223,8 +223,8 @@ def test_process_0_does_not_listen_to_other_machines_without_a_secret() -> None:
     with pytest.raises(ArgumentError) as error:
         watch.Watchdog('node-0:1234', 0, 2, None, 20)
     assert str(error.value) == (
-        'initialize: node-0:1234 can be reached from other machines, and there is no secret to tell who may '
-        'connect. What to do: set the environment variable SCALAX_RUN_TOKEN to the same secret on both '
+        'initialize: node-0:1234 can be reached from other machines, and there is no secret to restrict who '
+        'may connect. What to do: set the environment variable SCALAX_RUN_TOKEN to the same secret on both '
         "sides, or give it as secret=...; python -c 'import secrets; print(secrets.token_hex())' makes one. "
         'On one machine, localhost:1234 needs none.'
     )

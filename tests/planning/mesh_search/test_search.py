@@ -453,7 +453,7 @@ def test_what_cannot_be_asked(options, error, said):
 def test_an_unknown_topology():
     with pytest.raises(MeshError) as raised:
         search(make_step, 'v5e:2x5', ['fsdp', 'tp'])
-    assert "describes no topology 'v5e:2x5'" in str(raised.value)
+    assert "does not support the topology 'v5e:2x5'" in str(raised.value)
     assert "did you mean 'v5e:2x4'" in str(raised.value)
 
 
