@@ -1,4 +1,4 @@
-"""Finds a mesh and a rule: checks the arguments, makes the problem, searches, and reports."""
+"""The function `autoshard`, which chooses a mesh and a sharding rule for a step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from scalax._core.mesh import topologies
 from scalax._core.render.trial_log import TrialFile
 from scalax._core.util.progress import progress
 from scalax._planning.autoshard.build_result import build_result
-from scalax._planning.autoshard.coordinate_descent import Descent
+from scalax._planning.autoshard.coordinate_descent import CoordinateDescent
 from scalax._planning.autoshard.layout import Axes
 from scalax._planning.autoshard.problem import make_problem
 from scalax._planning.autoshard.result import AutoShardingResult, StopReason
-from scalax._planning.autoshard.step import make_step
+from scalax._planning.autoshard.step import trace_step
 from scalax._planning.autoshard.trial import OutOfTime, Trials
 from scalax._planning.hardware.specs import Hardware, hardware_of
 from scalax._planning.mesh_search.meshes import Constraints, possible_meshes
@@ -52,55 +52,54 @@ def autoshard(
     budget_s: float = 600.0,
     file: str | os.PathLike[str] | None = None,
 ) -> AutoShardingResult:
-    """Finds a mesh and a sharding rule for a step that is written for one device (auto-sharding).
+    """Finds a mesh and a sharding rule for a step written for one device (auto-sharding).
 
-    The step is compiled (`MeshShardingHelper.plan`, quickly) with one layout after another. First, for each
-    mesh shape, dimensions of the model, such as its heads, are sharded over the second mesh axis in all
-    arrays that have them; which dimensions are the same follows from what the step multiplies. Then, on the
-    best meshes, the sharding of each group of parameters is changed by itself, until nothing improves. Each
-    layout is partitioned along the batch (`sjit`). Over several slices, if the step loops over stacked
-    layers, pipelines are tried too (`Pipeline`). The search is deterministic: the same arguments give the
-    same result, unless the budget is used up first.
+    The step is compiled (`MeshShardingHelper.plan`, quickly) with one layout after another. First, on each
+    mesh, dimensions of the model, such as its heads, are sharded over the second mesh axis in all arrays that
+    have them; the matmuls of the step show which dimensions of arrays are the same. Then, on the best meshes,
+    the sharding of each group of parameters is changed by itself, until nothing improves. Each layout is
+    partitioned along the batch (`sjit`). Over several slices, if the step scans over stacked layers,
+    pipelines are tried, too (`Pipeline`). The search is deterministic unless the budget is used up first.
 
-    The objective averages the fully overlapped and the serial step time; of equal layouts, the one with less
-    memory wins. On devices of unknown speed, such as simulated ones, 4e14 operations and 1e11 bytes a second
-    are assumed.
+    The objective is the average of the fully overlapped and the serial step time; of equal layouts, the one
+    with less memory wins. For devices of unknown speed, such as simulated ones, 4e14 FLOP/s and links of 1e11
+    bytes a second are assumed.
 
-    A line on stderr shows the best so far, on a terminal and in a notebook (``SCALAX_PROGRESS=0`` turns it
-    off). Elsewhere it is logged (``scalax.autoshard``, level INFO).
+    Progress is shown in one line, on stderr in a terminal or in the output of a notebook cell
+    (``SCALAX_PROGRESS=0`` turns it off). Elsewhere it is logged (``scalax.autoshard``, level INFO).
 
     Args:
         step: a function for one device, with positional arguments.
-        args: its arguments: trees of arrays, or of ShapeDtypeStructs.
+        args: its arguments: trees of arrays or ShapeDtypeStructs.
         topology: the slice, such as ``'v5p:4x4x4'``, or the GPUs, such as ``'h100:4x8'``, as for
             `MeshShardingHelper.from_topology`; the devices of this process by default.
         batch_argnums: the arguments that hold a batch. A rule is found for all others.
         donate_argnums: the arguments that the step may overwrite, as for ``jax.jit``.
         keep: pairs of a regex and a PartitionSpec, for leaves whose sharding is fixed.
         optimizer_state: ``'as parameters'``: statistics are sharded like their parameter; ``'zero1'``: only
-            statistics are sharded over the axes of the batch, and parameters are replicated along these.
+            statistics are sharded over the axes of the batch, and parameters are replicated along these axes.
         batch_dim: the batch dimension of the arrays of the batch.
-        axis_names: the names of two mesh axes: the one of the batch, and another one; with several slices,
-            three: first the one across slices. By default fsdp and tp, and data.
-        sizes: mesh axis -> its size, or the sizes that it may have; or a function of the sizes that returns
-            whether they are allowed.
-        num_slices: the number of slices; for GPUs the number of nodes, which the first mesh axis is across.
-        hardware: the numbers of the devices, such as those of a slower network: `HARDWARE` with
-            `dataclasses.replace`. By default what is known of the topology.
-        memory: the bytes of memory of a device; by default those of the hardware, and no limit where that is
+        axis_names: the names of the mesh axes: the one that shards the batch, and the model axis; for several
+            slices, first the one across slices. By default data, fsdp and tp.
+        sizes: mesh axis -> its size, or its possible sizes; or a function of the sizes that returns whether
+            to try them.
+        num_slices: the number of slices; for GPUs, of nodes. The first mesh axis is across slices.
+        hardware: hardware specifications to use instead of the known ones, for example with a slower network:
+            an entry of `HARDWARE` changed by `dataclasses.replace`.
+        memory: the bytes of memory of a device. By default those of the hardware, or no limit if these are
             unknown, as for simulated devices.
-        headroom: the fraction of it that is to stay free.
-        budget_s: the seconds after which no new layout is tried.
-        file: a file to which each trial is appended. A search for the same step, with the same compiler and
-            flags, continues from it.
+        headroom: the fraction of the memory to leave free.
+        budget_s: the number of seconds after which no new layout is tried.
+        file: a file to which each trial is appended. A later search for the same step, with the same compiler
+            and flags, continues from it.
 
     Returns:
-        A `AutoShardingResult`. Ctrl-C ends the search early, with the best so far.
+        An `AutoShardingResult`. Ctrl-C ends the search early, with the best layout so far.
 
     Raises:
         ArgumentError: the step does not trace for one device, has nothing to shard, or an argument is
             invalid.
-        PlanError: the compiler makes no program of any layout.
+        PlanError: no layout could be compiled.
         Exception: another error of the step or of scalax, with a note that names the layout.
         MissingDependencyError: the compiler for TPUs or for GPUs is not installed.
         MeshError: the topology is unknown.
@@ -108,13 +107,13 @@ def autoshard(
 
     Example:
         >>> from scalax.plan import autoshard
-        >>> found = autoshard(train_step, (state, batch), 'v5p:4x4x4', batch_argnums=1)  # doctest: +SKIP
-        >>> print(found.to_code())  # doctest: +SKIP
+        >>> result = autoshard(train_step, (state, batch), 'v5p:4x4x4', batch_argnums=1)  # doctest: +SKIP
+        >>> print(result.to_code())  # doctest: +SKIP
     """
-    names = _names(axis_names, num_slices)
+    names = _checked_names(axis_names, num_slices)
     _check(headroom, optimizer_state, batch_dim)
     trial_file = TrialFile(file)
-    traced = make_step(step, args, batch_argnums, donate_argnums)
+    traced = trace_step(step, args, batch_argnums, donate_argnums)
     if topology is None and num_slices > 1:
         raise ArgumentError('several slices need a topology, such as v5p:4x4x4')
     devices = jax.devices() if topology is None else topologies.topology_devices(topology, num_slices)
@@ -126,18 +125,18 @@ def autoshard(
     meshes = [*_mesh_sizes(len(devices), num_slices, axes, sizes)]
     started = time.monotonic()
     stop_reason: StopReason = ''
-    # Not in the threads of the trials: filters are those of the process, and would not be restored.
-    with warnings.catch_warnings(), progress('finding a rule:', _log) as note:
+    # Set here, because warning filters belong to the process: threads of trials could not restore them.
+    with warnings.catch_warnings(), progress('finding a rule:', _log) as update_progress:
         warnings.simplefilter('error', IndivisibleWarning)
         warnings.simplefilter('ignore', StagesWarning)
-        warnings.filterwarnings('ignore', 'Some donated buffers were not usable')  # once, of the result
-        trials = Trials(problem, usable, trial_file, note, started + budget_s)
+        warnings.filterwarnings('ignore', 'Some donated buffers were not usable')  # the result warns once
+        trials = Trials(problem, usable, trial_file, update_progress, started + budget_s)
         try:
-            Descent(trials, meshes, batch_dim).run()
+            CoordinateDescent(trials, meshes, batch_dim).run()
         except OutOfTime:
             stop_reason = 'budget'
         except KeyboardInterrupt:
-            if not trials.known:
+            if not trials.results:
                 raise
             stop_reason = 'interrupted'
     best = trials.best
@@ -151,17 +150,19 @@ def autoshard(
     return build_result(trials, best, topology, stop_reason, time.monotonic() - started)
 
 
-def _names(names: Sequence[str] | None, num_slices: int) -> tuple[str, str, str]:
+def _checked_names(names: Sequence[str] | None, num_slices: int) -> tuple[str, str, str]:
     if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
         raise ArgumentError(f'num_slices has to be a positive integer, got {num_slices!r}')
-    usual = ('fsdp', 'tp') if num_slices == 1 else ('data', 'fsdp', 'tp')
-    given = usual if names is None else tuple(names) if isinstance(names, list | tuple) else ()
-    if len({*given}) != len(usual) or not all(isinstance(name, str) for name in given):
+    default_names = ('fsdp', 'tp') if num_slices == 1 else ('data', 'fsdp', 'tp')
+    axis_names = default_names if names is None else tuple(names) if isinstance(names, list | tuple) else ()
+    are_strings = all(isinstance(name, str) for name in axis_names)
+    if len({*axis_names}) != len(default_names) or not are_strings:
         raise ArgumentError(
-            f'axis_names has to be {len(usual)} names of mesh axes, such as fsdp and tp, got {names!r}'
+            f'axis_names has to be {len(default_names)} names of mesh axes, such as fsdp and tp, '
+            f'got {names!r}'
         )
-    *slices, batch, other = given
-    return (slices[0] if slices else ''), batch, other
+    *dcn, fsdp, model = axis_names
+    return (dcn[0] if dcn else ''), fsdp, model
 
 
 def _check(headroom: float, optimizer_state: str, batch_dim: int) -> None:
@@ -172,15 +173,15 @@ def _check(headroom: float, optimizer_state: str, batch_dim: int) -> None:
     if optimizer_state not in ('as parameters', 'zero1'):
         raise ArgumentError(f"optimizer_state has to be 'as parameters' or 'zero1', got {optimizer_state!r}")
     if isinstance(batch_dim, bool) or not isinstance(batch_dim, int) or batch_dim < 0:
-        raise ArgumentError(f'batch_dim has to be the number of a dimension, got {batch_dim!r}')
+        raise ArgumentError(f'batch_dim has to be the index of a dimension, got {batch_dim!r}')
 
 
-def _mesh_sizes(devices: int, slices: int, axes: Axes, sizes: Constraints) -> Iterator[dict[str, int]]:
-    """The sizes of the mesh axes, the smallest second axis first."""
-    each = devices // slices
-    meshes = [*possible_meshes(each, [axes.batch, axes.other], sizes, 'sizes')]
+def _mesh_sizes(devices: int, num_slices: int, axes: Axes, sizes: Constraints) -> Iterator[dict[str, int]]:
+    """Yields the sizes of the mesh axes, starting with the smallest model axis."""
+    slice_devices = devices // num_slices
+    meshes = [*possible_meshes(slice_devices, [axes.fsdp, axes.model], sizes, 'sizes')]
     if not meshes:
-        raise ArgumentError(f'no mesh of {each} devices in a slice has the sizes {sizes}')
+        raise ArgumentError(f'no mesh of {slice_devices} devices in a slice has the sizes {sizes}')
     for mesh in meshes:
-        kept = {name: size for name, size in mesh.items() if size > 1 or name == axes.batch}
-        yield {axes.slices: slices, **kept} if slices > 1 else kept
+        used_axes = {name: size for name, size in mesh.items() if size > 1 or name == axes.fsdp}
+        yield {axes.dcn: num_slices, **used_axes} if num_slices > 1 else used_axes

@@ -1,4 +1,4 @@
-"""Python source: of a rule, and of the program that uses what was found."""
+"""Python source of a rule, and of a program that runs a step with a layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scalax._planning.autoshard.problem import Problem
 from scalax._spmd.pipelines.config import options_text
 from scalax.rules import TreePathShardingRule
 
-_WIDTH = 88  # of black, and of ruff unless told otherwise
+_WIDTH = 88  # the default of black and ruff
 _IMPORTS = """\
 from scalax.sharding import MeshShardingHelper, {}TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
@@ -23,7 +23,7 @@ from scalax.sharding import PartitionSpec as P
 
 
 def rule_code(rule: TreePathShardingRule) -> str:
-    r"""Python source that makes a rule of strings and specs again, in the style of ruff and black.
+    r"""Returns Python source of a rule of strings and specs, in the style of ruff and black.
 
     Example:
         >>> print(rule_code(TreePathShardingRule((r'layers/\d+/w', PartitionSpec('x')))))
@@ -44,42 +44,43 @@ def rule_code(rule: TreePathShardingRule) -> str:
 
 
 def spec_code(spec: PartitionSpec) -> str:
-    """Python source of a spec, with P for PartitionSpec."""
+    """Returns Python source of a spec, with P for PartitionSpec."""
     text = re.sub(r'(?<=[(, ])UNCONSTRAINED\b', 'P.UNCONSTRAINED', partition_specs.text(spec))
     return f'{text.removesuffix(",)")})' if text.endswith(',)') else text
 
 
 def program_code(problem: Problem, layout: Layout, topology: str | None, rule: TreePathShardingRule) -> str:
-    """Python source of the step of a problem, as it runs with a layout."""
+    """Returns Python source that makes the helper and the sharded step of a layout."""
     step = problem.step
     names, dims = zip(*layout.mesh, strict=True)
     mesh = f'{[*dims]}, {[*names]}, mesh_axis_splitting=True'
-    if problem.slices > 1:
-        mesh += f', dcn_axis_dims={[problem.slices if name == problem.axes.slices else 1 for name in names]}'
-    where = (
-        '' if topology is None else f'# Found for {topology!r}: it takes {math.prod(dims)} such devices.\n'
+    if problem.num_slices > 1:
+        mesh += f', dcn_axis_dims={[problem.num_slices if name == problem.axes.dcn else 1 for name in names]}'
+    comment = (
+        '' if topology is None else f'# Found for {topology!r}: it needs {math.prod(dims)} such devices.\n'
     )
-    of_batch = problem.of_batch(layout)
+    batch_spec_of = problem.batch_spec_of(layout)
 
     def batch_code(shape: tuple[int, ...]) -> _Source:
-        spec = of_batch(shape)
-        return _Source('batch' if spec == layout.batch else spec_code(spec))
+        spec = batch_spec_of(shape)
+        return _Source('batch' if spec == layout.batch_spec else spec_code(spec))
 
-    given = tuple(map(_one_or_tree, step.arguments(lambda leaf: _Source('rule'), batch_code)))
-    named = hasattr(step.function, '__name__') and step.name.isidentifier()  # a partial has none
+    trees = step.map_arguments(lambda leaf: _Source('rule'), batch_code)
+    in_shardings = tuple(map(_one_or_tree, trees))
+    has_name = hasattr(step.function, '__name__') and step.name.isidentifier()  # not so a functools.partial
     pipeline = ''
     if layout.pipeline is not None:
         options = options_text(layout.pipeline)
         pipeline = f'    pipeline=Pipeline({layout.pipeline.axis!r}, {options}),\n'
     return (
         f'{_IMPORTS.format("Pipeline, " if pipeline else "")}\n{rule_code(rule)}\n'
-        f'{where}helper = MeshShardingHelper({mesh})\n'
-        f'batch = {spec_code(layout.batch)}\n'
+        f'{comment}helper = MeshShardingHelper({mesh})\n'
+        f'batch = {spec_code(layout.batch_spec)}\n'
         'step = helper.sjit(\n'
-        f'    {step.name if named else "your_step"},\n'
-        f'    in_shardings={given},\n'
-        f'    out_shardings={step.returned(given)},\n'
-        f'    donate_argnums={tuple(sorted(step.donated))},\n'
+        f'    {step.name if has_name else "your_step"},\n'
+        f'    in_shardings={in_shardings},\n'
+        f'    out_shardings={step.map_results(in_shardings)},\n'
+        f'    donate_argnums={tuple(sorted(step.donate_argnums))},\n'
         f'    batch_argnums={problem.batch_argnums(layout)},\n'
         f'{pipeline}'
         ')\n'
@@ -89,7 +90,7 @@ def program_code(problem: Problem, layout: Layout, topology: str | None, rule: T
 
 
 class _Source(str):
-    """Source; the repr of a tree shows it without quotes."""
+    """Source code whose repr, as in the repr of a tree, has no quotes."""
 
     __slots__ = ()
     __repr__ = str.__str__

@@ -1,4 +1,4 @@
-"""A layout: a mesh, where the rows of the batch are on it, and where each group of leaves is."""
+"""Layouts: a mesh, the sharding of the batch, and the placement of each group of leaves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from scalax._core.pytree import partition_specs, spec_validation
-from scalax._planning.autoshard.leaf_groups import Group
+from scalax._planning.autoshard.leaf_groups import LeafGroup
 from scalax._spmd.pipelines.config import Pipeline
 
 
@@ -18,35 +18,36 @@ class Axes:
     """The names of the mesh axes.
 
     Attributes:
-        slices: that from slice to slice; empty if there is one slice.
-        batch: that over which rows and weights are.
-        other: that over which weights are, and rows only in some layouts.
+        dcn: the axis across slices; empty if there is one slice.
+        fsdp: shards the batch and the weights.
+        model: shards the weights, and in some layouts the batch.
     """
 
-    slices: str
-    batch: str
-    other: str
+    dcn: str
+    fsdp: str
+    model: str
 
     @property
-    def rows(self) -> tuple[str, ...]:
-        """Those over which rows are in any case."""
-        return (self.slices, self.batch) if self.slices else (self.batch,)
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that shard the batch in every layout."""
+        return (self.dcn, self.fsdp) if self.dcn else (self.fsdp,)
 
 
 class Placement(NamedTuple):
-    """Where a group is: the dimension that each of two mesh axes shards, or None.
+    """The dimensions of a group that mesh axes shard.
 
     Attributes:
-        other: that of `Axes.other`, which comes first if both shard one dimension.
-        batch: that of `Axes.batch`.
+        model: the dimension that `Axes.model` shards, or None. This axis comes first if both axes shard one
+            dimension.
+        fsdp: the dimension that `Axes.fsdp` shards, or None.
     """
 
-    other: int | None
-    batch: int | None
+    model: int | None
+    fsdp: int | None
 
     def spec(self, axes: Axes) -> PartitionSpec:
-        """The place as a PartitionSpec."""
-        pairs = (self.other, axes.other), (self.batch, axes.batch)
+        """Returns the placement as a PartitionSpec."""
+        pairs = (self.model, axes.model), (self.fsdp, axes.fsdp)
         rank = max((dim + 1 for dim in self if dim is not None), default=0)
         return partition_specs.canonical(
             PartitionSpec(*(tuple(axis for dim, axis in pairs if dim == i) for i in range(rank)))
@@ -55,18 +56,18 @@ class Placement(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A candidate.
+    """A mesh with the shardings of the batch and of all groups of leaves.
 
     Attributes:
         mesh: the mesh axes with their sizes.
-        batch: where the rows of the batch are.
-        groups: where each group is.
-        pipeline: the pipeline over the axis from slice to slice; None without one.
+        batch_spec: the sharding of the batch.
+        placements: the placement of each group.
+        pipeline: the pipeline over the slices; None without one.
     """
 
     mesh: tuple[tuple[str, int], ...]
-    batch: PartitionSpec
-    groups: tuple[Placement, ...]
+    batch_spec: PartitionSpec
+    placements: tuple[Placement, ...]
     pipeline: Pipeline | None = None
 
     @property
@@ -74,68 +75,79 @@ class Layout:
         """Mesh axis -> its size."""
         return dict(self.mesh)
 
-    def moved(self, places: Mapping[int, Placement]) -> Layout:
-        """The same with some groups elsewhere."""
-        groups = tuple(places.get(number, place) for number, place in enumerate(self.groups))
-        return dataclasses.replace(self, groups=groups)
+    def with_placements(self, changes: Mapping[int, Placement]) -> Layout:
+        """Returns the layout with other placements of some groups, by group index."""
+        placements = tuple(changes.get(i, placement) for i, placement in enumerate(self.placements))
+        return dataclasses.replace(self, placements=placements)
 
-    def fitted(self, spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
-        """What a shape can have of a spec on the mesh: axes are dropped from the right until it divides."""
-        first = PartitionSpec(*partition_specs.entries(spec)[: len(shape)])
-        return spec_validation.drop_indivisible(first, tuple(shape), partition_specs.MeshAxes(self.sizes, {}))
+    def fit_spec(self, spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
+        """Fits a spec to a shape: truncates it to the rank, and drops axes that do not divide."""
+        truncated = PartitionSpec(*partition_specs.entries(spec)[: len(shape)])
+        mesh_axes = partition_specs.MeshAxes(self.sizes, {})
+        return spec_validation.drop_indivisible(truncated, tuple(shape), mesh_axes)
 
 
-def usual(
-    group: Group,
+def default_placement(
+    group: LeafGroup,
     axes: Axes,
     sizes: Mapping[str, int],
-    split: Collection[int],
-    experts: Collection[int] = (),
+    model_classes: Collection[int],
+    fsdp_classes: Collection[int] = (),
     *,
-    together: bool = False,
+    both_on_one_dim: bool = False,
 ) -> Placement:
-    """Where a group is if its dimensions of some classes are split over the other axis.
+    """Returns the placement of a group from the classes of dimensions that the mesh axes shard.
 
-    The axis of the batch shards its dimension of experts, or else the largest one that is left.
+    `Axes.fsdp` shards a dimension of *fsdp_classes*, or the largest dimension that `Axes.model` does not
+    shard.
 
     Args:
         group: the group.
         axes: the names of the mesh axes.
-        sizes: their sizes.
-        split: the classes that are over `Axes.other`.
-        experts: classes that are over `Axes.batch`, if a group has one.
-        together: whether that axis shards the dimension that is split as well, if both divide it.
+        sizes: mesh axis -> size.
+        model_classes: the classes that `Axes.model` shards.
+        fsdp_classes: the classes that `Axes.fsdp` shards first.
+        both_on_one_dim: whether `Axes.fsdp` also shards the dimension of `Axes.model`, if both divide it.
     """
-    rows, width = sizes[axes.batch], sizes.get(axes.other, 1)
-    others = (i for i in group.dividing(width) if group.classes[i] in split)
-    other = next(others, None) if width > 1 else None
-    if rows == 1:
-        return Placement(other, None)
-    batch = _largest(group, rows, other, experts)
-    if (batch is None or together) and other in group.dividing(rows * width):
-        batch = other
-    return Placement(other, batch)
+    fsdp_size, model_size = sizes[axes.fsdp], sizes.get(axes.model, 1)
+    model_dims = (i for i in group.dims_divisible_by(model_size) if group.classes[i] in model_classes)
+    model_dim = next(model_dims, None) if model_size > 1 else None
+    if fsdp_size == 1:
+        return Placement(model_dim, None)
+    fsdp_dim = _largest_dim(group, fsdp_size, model_dim, fsdp_classes)
+    if (fsdp_dim is None or both_on_one_dim) and model_dim in group.dims_divisible_by(fsdp_size * model_size):
+        fsdp_dim = model_dim
+    return Placement(model_dim, fsdp_dim)
 
 
-def elsewhere(group: Group, here: Placement, axes: Axes, sizes: Mapping[str, int]) -> list[Placement]:
-    """The places of a group that differ from one in one of the two axes: over another dimension, or none.
+def neighbors(
+    group: LeafGroup, placement: Placement, axes: Axes, sizes: Mapping[str, int]
+) -> list[Placement]:
+    """Returns the placements of a group that differ in one axis: another dimension, or none.
 
-    If the other axis goes to the dimension of the first one, that goes where it usually is.
+    If `Axes.model` takes the dimension of `Axes.fsdp`, one of them also moves `Axes.fsdp` to its default.
     """
-    rows, width = sizes[axes.batch], sizes.get(axes.other, 1)
-    found = [Placement(here.other, dim) for dim in (*group.dividing(rows), None) if rows > 1]
-    for dim in (*group.dividing(width), None) if width > 1 else ():
-        found.append(Placement(dim, here.batch))
-        if dim is not None and dim == here.batch:
-            found.append(Placement(dim, _largest(group, rows, dim)))
-    both = group.dividing(rows * width)
+    fsdp_size, model_size = sizes[axes.fsdp], sizes.get(axes.model, 1)
+    placements = []
+    if fsdp_size > 1:
+        placements += [Placement(placement.model, dim) for dim in (*group.dims_divisible_by(fsdp_size), None)]
+    if model_size > 1:
+        for dim in (*group.dims_divisible_by(model_size), None):
+            placements.append(Placement(dim, placement.fsdp))
+            if dim is not None and dim == placement.fsdp:
+                placements.append(Placement(dim, _largest_dim(group, fsdp_size, dim)))
+    divisible_by_both = group.dims_divisible_by(fsdp_size * model_size)
     possible = (
-        place for place in found if None in place or place.other != place.batch or place.other in both
+        neighbor
+        for neighbor in placements
+        if None in neighbor or neighbor.model != neighbor.fsdp or neighbor.model in divisible_by_both
     )
-    return [place for place in dict.fromkeys(possible) if place != here]
+    return [neighbor for neighbor in dict.fromkeys(possible) if neighbor != placement]
 
 
-def _largest(group: Group, parts: int, but: int | None, first: Collection[int] = ()) -> int | None:
-    """The largest dimension that divides, but one; those of some classes come first."""
-    dims = [i for i in group.dividing(parts) if i != but]
-    return max(dims, key=lambda i: (group.classes[i] in first, group.shape[i]), default=None)
+def _largest_dim(
+    group: LeafGroup, num_shards: int, excluded: int | None, preferred_classes: Collection[int] = ()
+) -> int | None:
+    """Returns the largest divisible dimension except *excluded*, preferably one of some classes."""
+    dims = [i for i in group.dims_divisible_by(num_shards) if i != excluded]
+    return max(dims, key=lambda i: (group.classes[i] in preferred_classes, group.shape[i]), default=None)

@@ -1,4 +1,4 @@
-"""What is searched for: a step, the groups of its leaves, devices; and the plan of a layout."""
+"""The search problem of auto-sharding: a step, the groups of its leaves, and the devices."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec
 from scalax._core.pytree.partition_specs import entries, only_axes, spec_axes
 from scalax._core.render.trial_log import fingerprint
 from scalax._jax.devices import coords_of, slice_of
-from scalax._planning.autoshard.dim_uses import ArgumentDimensions, dimensions
+from scalax._planning.autoshard.dim_uses import DimUses, analyze_dim_uses
 from scalax._planning.autoshard.layout import Axes, Layout
-from scalax._planning.autoshard.leaf_groups import Group, make_groups, stacked_dims
-from scalax._planning.autoshard.step import Leaf, Step, leaves_of
+from scalax._planning.autoshard.leaf_groups import LeafGroup, layer_dims_of, make_groups
+from scalax._planning.autoshard.step import Leaf, TracedStep, unique_leaves
 from scalax._planning.compiler.compilation import xla_flags
 from scalax._planning.hardware.specs import Hardware
 from scalax._planning.mesh_search.meshes import make_helper
@@ -30,148 +30,152 @@ from scalax.rules import TreePathShardingRule
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """What is searched for.
+    """A step whose best layout is searched.
 
     Attributes:
         step: the step.
-        leaves: the leaves of its arguments.
-        groups: those of them that are searched.
-        experts: the classes of dimensions of experts.
-        stacked: leaf number -> the dimension of its layers, if a loop runs over one.
-        fixed: leaf number -> where the user has placed it.
+        leaves: the leaves of its arguments, except those of batches.
+        groups: the groups of leaves whose sharding is searched.
+        expert_classes: the classes of expert dimensions.
+        layer_dims: leaf index -> the dimension of stacked layers, if a loop runs over it.
+        fixed: leaf index -> the spec that the user has fixed.
         devices: the devices.
         axes: the names of the mesh axes.
-        slices: how many slices the devices are.
-        zero1: whether the axes of the rows shard no parameters, but the states of their optimizer.
-        hardware: the numbers of the devices, if they are not those that are known of them.
+        num_slices: the number of slices.
+        zero1: whether `Axes.fsdp` shards optimizer states only, and no parameters.
+        hardware: hardware specifications in place of the known ones.
     """
 
-    step: Step
+    step: TracedStep
     leaves: Sequence[Leaf]
-    groups: Sequence[Group]
-    experts: frozenset[int]
-    stacked: Mapping[int, int]
+    groups: Sequence[LeafGroup]
+    expert_classes: frozenset[int]
+    layer_dims: Mapping[int, int]
     fixed: Mapping[int, PartitionSpec]
     devices: Sequence[Any]
     axes: Axes
-    slices: int = 1
+    num_slices: int = 1
     zero1: bool = False
     hardware: Hardware | None = None
 
     def specs(self, layout: Layout) -> dict[Leaf, PartitionSpec]:
-        """The spec of each leaf."""
-        found = dict.fromkeys(self.leaves, PartitionSpec())
+        """Returns the spec of each leaf in a layout."""
+        specs = dict.fromkeys(self.leaves, PartitionSpec())
         for i, spec in self.fixed.items():
-            found[self.leaves[i]] = only_axes(spec, layout.sizes)
-        for group, place in zip(self.groups, layout.groups, strict=True):
+            specs[self.leaves[i]] = only_axes(spec, layout.sizes)
+        for group, placement in zip(self.groups, layout.placements, strict=True):
             for i in group.leaves:
-                own = place._replace(batch=None) if self.zero1 and i in group.parameters else place
-                found[self.leaves[i]] = layout.fitted(own.spec(self.axes), self.leaves[i].shape)
-        return {leaf: self._over_stages(found[leaf], i, layout) for i, leaf in enumerate(self.leaves)}
+                is_replicated = self.zero1 and i in group.parameters
+                leaf_placement = placement._replace(fsdp=None) if is_replicated else placement
+                spec = leaf_placement.spec(self.axes)
+                specs[self.leaves[i]] = layout.fit_spec(spec, self.leaves[i].shape)
+        return {leaf: self._shard_layers(specs[leaf], i, layout) for i, leaf in enumerate(self.leaves)}
 
-    def group_spec(self, number: int, layout: Layout) -> PartitionSpec:
-        """Where a group is, whether or not its dimensions divide."""
-        spec = layout.groups[number].spec(self.axes)
-        return self._over_stages(spec, self.groups[number].leaves[0], layout)
+    def group_spec(self, index: int, layout: Layout) -> PartitionSpec:
+        """Returns the spec of a group in a layout, whether or not its dimensions divide."""
+        spec = layout.placements[index].spec(self.axes)
+        return self._shard_layers(spec, self.groups[index].leaves[0], layout)
 
-    def _over_stages(self, spec: PartitionSpec, i: int, layout: Layout) -> PartitionSpec:
-        """The spec of a leaf whose layers, if it has some, are the stages of a pipeline."""
-        dim = self.stacked.get(i)
+    def _shard_layers(self, spec: PartitionSpec, i: int, layout: Layout) -> PartitionSpec:
+        """Shards the stacked layers of a leaf over the stages of the pipeline, if there are both."""
+        dim = self.layer_dims.get(i)
         if dim is None or layout.pipeline is None or math.prod(self.leaves[i].shape) == 1:
             return spec
-        found = [*entries(spec), *[None] * (dim + 1 - len(entries(spec)))]
-        return PartitionSpec(*found[:dim], layout.pipeline.axis, *found[dim + 1 :])
+        padded = [*entries(spec), *[None] * (dim + 1 - len(entries(spec)))]
+        return PartitionSpec(*padded[:dim], layout.pipeline.axis, *padded[dim + 1 :])
 
-    def of_batch(self, layout: Layout) -> Callable[[tuple[int, ...]], PartitionSpec]:
-        """Gives the spec of an array of a batch, from its shape."""
-        return functools.partial(layout.fitted, layout.batch)
+    def batch_spec_of(self, layout: Layout) -> Callable[[tuple[int, ...]], PartitionSpec]:
+        """Returns a function from the shape of an array of the batch to its spec in a layout."""
+        return functools.partial(layout.fit_spec, layout.batch_spec)
 
     def batch_argnums(self, layout: Layout) -> tuple[int, ...]:
-        """The arguments of which some array is sharded as a batch."""
-        placed = self.step.arguments(lambda leaf: None, self.of_batch(layout))
-        return tuple(i for i in sorted(self.step.batch) if any(jax.tree.leaves(placed[i])))
+        """Returns the batch arguments with at least one sharded array."""
+        specs = self.step.map_arguments(lambda leaf: None, self.batch_spec_of(layout))
+        return tuple(i for i in sorted(self.step.batch_argnums) if any(jax.tree.leaves(specs[i])))
 
     def plan(self, layout: Layout) -> Plan:
-        """The quick plan of the step."""
+        """Makes the quick plan of the step in a layout."""
         step = self.step
-        slices = {self.axes.slices: self.slices} if self.slices > 1 else {}
+        slices = {self.axes.dcn: self.num_slices} if self.num_slices > 1 else {}
         helper = make_helper(layout.sizes, self.devices, slices)
-        given = step.arguments(self.specs(layout).__getitem__, self.of_batch(layout))
+        in_shardings = step.map_arguments(self.specs(layout).__getitem__, self.batch_spec_of(layout))
         function = helper.sjit(
             step.function,
-            in_shardings=given,
-            out_shardings=step.returned(given),
-            donate_argnums=tuple(step.donated),
+            in_shardings=in_shardings,
+            out_shardings=step.map_results(in_shardings),
+            donate_argnums=tuple(step.donate_argnums),
             batch_argnums=self.batch_argnums(layout),
             pipeline=layout.pipeline,
         )
         return make_plan(helper, function, step.args, {}, quick=True, hardware=self.hardware)
 
-    def stored(self, layout: Layout) -> int:
-        """The bytes of the leaves on each device."""
+    def stored_bytes(self, layout: Layout) -> int:
+        """Returns the bytes of the leaves on each device."""
         sizes = layout.sizes
-        parts = {
+        num_shards = {
             leaf: math.prod(sizes[axis] for axis in spec_axes(spec))
             for leaf, spec in self.specs(layout).items()
         }
-        return sum(leaf.bytes // parts[leaf] for leaf in self.step.leaves if leaf)
+        return sum(leaf.bytes // num_shards[leaf] for leaf in self.step.leaves if leaf)
 
     def fingerprint(self, limit: int | None) -> str:
         """Returns a text that differs for searches whose trials differ.
 
         Args:
-            limit: the bytes of memory that a device may use.
+            limit: the usable bytes of memory of a device.
         """
         step = self.step
         devices = [f'{device.device_kind} {coords_of(device)} {slice_of(device)}' for device in self.devices]
         return fingerprint(
             [
-                *(str(step.jaxpr), str(sorted(step.batch)), str(sorted(step.donated))),
+                *(str(step.jaxpr), str(sorted(step.batch_argnums)), str(sorted(step.donate_argnums))),
                 *map(str, self.leaves),
                 *(group.name for group in self.groups),
                 str(dict(self.fixed)),
                 *devices,
                 *xla_flags(),
-                f'{self.slices} {self.axes} {self.zero1} {self.hardware} {limit}',
+                f'{self.num_slices} {self.axes} {self.zero1} {self.hardware} {limit}',
             ]
         )
 
 
 def make_problem(
-    step: Step,
+    step: TracedStep,
     devices: Sequence[Any],
     axes: Axes,
-    slices: int,
+    num_slices: int,
     keep: Any,
     zero1: bool,
     hardware: Hardware | None = None,
 ) -> Problem:
-    """The problem of a step.
+    """Makes the search problem of a step.
 
     Raises:
-        ArgumentError: there is nothing to find, or *keep* is no rule of pairs for these leaves.
+        ArgumentError: no leaf can be sharded, or *keep* does not consist of pairs that match leaves.
     """
-    leaves = leaves_of(step)
+    leaves = unique_leaves(step)
     fixed = _fixed(keep, leaves, [name for name in dataclasses.astuple(axes) if name])
-    known = dimensions_of(step, leaves)
-    groups = make_groups(leaves, known, fixed)
+    dim_uses = dim_uses_of(step, leaves)
+    groups = make_groups(leaves, dim_uses, fixed)
     if not groups:
         raise ArgumentError(
             f'{step.name} has nothing to find a rule for: its arguments are batches'
             + (', scalars or fixed by keep' if fixed else ' or scalars')
         )
-    experts = frozenset(
-        number
+    expert_classes = frozenset(
+        dim_class
         for group in groups
-        for i, dim in known.experts
-        if i in group.leaves and (number := group.classes[dim]) is not None
+        for i, dim in dim_uses.expert_dims
+        if i in group.leaves and (dim_class := group.classes[dim]) is not None
     )
-    stacked = {i: dim for i, dim in stacked_dims(leaves, known).items() if i not in fixed}
-    return Problem(step, leaves, groups, experts, stacked, fixed, devices, axes, slices, zero1, hardware)
+    layer_dims = {i: dim for i, dim in layer_dims_of(leaves, dim_uses).items() if i not in fixed}
+    return Problem(
+        step, leaves, groups, expert_classes, layer_dims, fixed, devices, axes, num_slices, zero1, hardware
+    )
 
 
 def _fixed(keep: Any, leaves: Sequence[Leaf], names: Sequence[str]) -> dict[int, PartitionSpec]:
-    """The leaves that the user has placed."""
+    """Returns leaf index -> spec, for the leaves that the user has fixed."""
     rule = keep if isinstance(keep, TreePathShardingRule) else TreePathShardingRule(*(keep or ()))
     fixed: dict[int, PartitionSpec] = {}
     for pattern, spec in rule.rules:
@@ -193,9 +197,8 @@ def _fixed(keep: Any, leaves: Sequence[Leaf], names: Sequence[str]) -> dict[int,
     return fixed
 
 
-def dimensions_of(step: Step, leaves: Sequence[Leaf]) -> ArgumentDimensions:
-    """What a step does with the dimensions of its leaves."""
-    numbers = {leaf: i for i, leaf in enumerate(leaves)}
-    return dimensions(
-        step.jaxpr, {i: numbers[leaf] for i, leaf in enumerate(step.leaves) if leaf is not None}
-    )
+def dim_uses_of(step: TracedStep, leaves: Sequence[Leaf]) -> DimUses:
+    """Analyzes how a step uses the dimensions of its leaves."""
+    index_of = {leaf: i for i, leaf in enumerate(leaves)}
+    arguments = {i: index_of[leaf] for i, leaf in enumerate(step.leaves) if leaf is not None}
+    return analyze_dim_uses(step.jaxpr, arguments)

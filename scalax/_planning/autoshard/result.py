@@ -1,4 +1,4 @@
-"""What was found: a mesh, a rule, what each place saves, and how that shows itself."""
+"""The result of auto-sharding: a mesh, a rule, the costs of other choices; and how it renders."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ StopReason = Literal['', 'budget', 'interrupted']
 
 @dataclasses.dataclass(frozen=True)
 class GroupChoice:
-    """A group of leaves, and what its sharding saves.
+    """The sharding of a group of leaves, and the cost of the second best one.
 
     Attributes:
-        name: the paths of its leaves.
-        spec: their sharding.
+        name: the paths of the leaves.
+        spec: the sharding of the leaves.
         next_spec: the second best sharding, with all other groups unchanged; None if none was tried.
         extra_seconds: how much longer the step takes with *next_spec*.
         extra_memory: how many more bytes of memory a device needs with it.
@@ -59,7 +59,7 @@ class MeshChoice:
         overlapped_seconds: the fully overlapped step time, in seconds; None if there is no program.
         serial_seconds: the serial step time, in seconds; None if there is no program.
         memory: the bytes on a device.
-        reason: why it is not the best; empty for the best.
+        reason: why this is not the best layout; empty for the best.
     """
 
     mesh: Mapping[str, int]
@@ -72,7 +72,7 @@ class MeshChoice:
 
     @property
     def mean_seconds(self) -> float | None:
-        """The mean of both, the objective of the search."""
+        """The average of the overlapped and the serial step time: the objective of the search."""
         return (
             None
             if self.overlapped_seconds is None or self.serial_seconds is None
@@ -82,24 +82,24 @@ class MeshChoice:
 
 @dataclasses.dataclass(frozen=True)
 class AutoShardingResult(Renderable):
-    """What `autoshard` returns; ``str()`` of it is a page of text.
+    """The result of `autoshard`. ``str()`` renders it as a page of text.
 
     Attributes:
         mesh: mesh axis -> size.
-        rule: the rule of all arguments that are not batches.
+        rule: the rule for all arguments that are not batches.
         batch_spec: the sharding of the batch.
         pipeline: the pipeline over slices; None without one.
         plan: the quick plan of the step.
-        groups: the groups of leaves, and what their shardings save.
-        meshes: the meshes that were tried, the best first.
-        fits: whether it fits into the usable memory; None if that is unknown.
-        ideal_seconds: the seconds that any layout takes at least: all operations of the step, divided evenly,
+        groups: the groups of leaves with their shardings.
+        meshes: the meshes that were tried, best first.
+        fits: whether the step fits into the usable memory; None if the memory is unknown.
+        ideal_seconds: a lower bound for any layout: all FLOPs of the step, divided evenly over the devices,
             at the peak for bfloat16; None if the speed of the devices is unknown.
         overlapped_seconds: the fully overlapped step time, in seconds.
         serial_seconds: the serial step time, in seconds.
         memory: the bytes on a device.
-        num_trials: how many layouts were tried.
-        search_seconds: how long the search took.
+        num_trials: the number of layouts that were tried.
+        search_seconds: the duration of the search.
         stop_reason: ``'budget'`` or ``'interrupted'`` if the search ended early; otherwise empty.
         topology: the hardware; None for the devices of this process.
     """
@@ -134,77 +134,76 @@ class AutoShardingResult(Renderable):
         return [heading, rule, figures, head, *others, *plan]
 
     def to_code(self) -> str:
-        """Python that makes the helper, the rule, and the function on the mesh."""
+        """Returns Python source that makes the helper, the rule, and the sharded step."""
         return self._code
 
     def to_dict(self) -> dict[str, Any]:
-        """The result in plain Python values, ready for ``json.dumps``; the rule as its repr."""
-        own = {name: value for name, value in vars(self).items() if name not in ('rule', '_code')}
-        return {**serialization.to_plain(own), 'rule': repr(self.rule), 'code': self._code}
+        """Returns the result in plain Python values, ready for ``json.dumps``; the rule as its repr."""
+        fields = {name: value for name, value in vars(self).items() if name not in ('rule', '_code')}
+        return {**serialization.to_plain(fields), 'rule': repr(self.rule), 'code': self._code}
 
 
-def result_blocks(found: AutoShardingResult, title: str) -> list[Block]:
-    """What was found, as blocks, without the plan."""
+def result_blocks(result: AutoShardingResult, title: str) -> list[Block]:
+    """Returns the blocks of a result, without the plan."""
     return [
-        Heading(title, found.mesh, f'on {found.topology}' if found.topology else ''),
-        Figures([*headline(found.plan, found.plan.known_roofline)]),
-        Section('', [Lines(_head(found))]),
-        Section('The rule', [Code(rule_code(found.rule).rstrip('\n'))]),
-        Section('Shardings', [_groups(found)], 'What the next best sharding of each group costs'),
-        Section('Meshes', [_meshes(found)], 'The best layout for each mesh and sharding of the batch'),
+        Heading(title, result.mesh, f'on {result.topology}' if result.topology else ''),
+        Figures([*headline(result.plan, result.plan.known_roofline)]),
+        Section('', [Lines(_head(result))]),
+        Section('The rule', [Code(rule_code(result.rule).rstrip('\n'))]),
+        Section('Shardings', [_groups(result)], 'The cost of the second best sharding of each group'),
+        Section('Meshes', [_meshes(result)], 'The best layout for each mesh and sharding of the batch'),
     ]
 
 
-def _head(found: AutoShardingResult) -> list[str]:
-    """What was found, in a few lines."""
-    where = found.topology or f'{found.plan.devices} {found.plan.platform} devices'
-    fits = {True: 'fits', False: 'does not fit', None: 'memory limit unknown'}[found.fits]
-    peak = human_bytes(found.memory)
+def _head(result: AutoShardingResult) -> list[str]:
+    """Summarizes a result in a few lines."""
+    where = result.topology or f'{result.plan.devices} {result.plan.platform} devices'
+    fits = {True: 'fits', False: 'does not fit', None: 'memory limit unknown'}[result.fits]
+    peak = human_bytes(result.memory)
     lines = [
-        f'{_mesh_text(found)} on {where}, batch {spec_code(found.batch_spec)}: {fits} '
-        f'({peak} a device), at least {milliseconds(found.overlapped_seconds)}, '
-        f'{milliseconds(found.serial_seconds)} if nothing overlaps'
+        f'{_mesh_text(result)} on {where}, batch {spec_code(result.batch_spec)}: {fits} '
+        f'({peak} a device), at least {milliseconds(result.overlapped_seconds)}, '
+        f'{milliseconds(result.serial_seconds)} if nothing overlaps'
     ]
-    if (ideal := found.ideal_seconds) is not None:
+    if (ideal := result.ideal_seconds) is not None:
         lines.append(
             f'no layout takes less than {milliseconds(ideal)}, all operations divided evenly; this one takes '
-            f'at least {found.overlapped_seconds / ideal:.2f} times that, '
-            f'{found.serial_seconds / ideal:.2f} times if nothing overlaps'
+            f'at least {result.overlapped_seconds / ideal:.2f} times that, '
+            f'{result.serial_seconds / ideal:.2f} times if nothing overlaps'
         )
-    if not found.fits and found.plan.buffers:
-        first = found.plan.buffers[0]
-        lines.append(f'nothing that was tried fits; the largest array at the peak is {first}')
+    if not result.fits and result.plan.buffers:
+        first = result.plan.buffers[0]
+        lines.append(f'no layout that was tried fits; the largest array at the peak is {first}')
     ends = {
         '': 'until nothing improved',
         'budget': 'until the budget was used up: a larger budget_s may find a better layout',
         'interrupted': 'until it was stopped',
     }
     lines.append(
-        f'{plural(found.num_trials, "layout")} in {found.search_seconds:.0f} s, {ends[found.stop_reason]}'
+        f'{plural(result.num_trials, "layout")} in {result.search_seconds:.0f} s, {ends[result.stop_reason]}'
     )
     lines.append('to compare its results with one device: helper.verify(step, *arguments), as in to_code()')
     return lines
 
 
-def _mesh_text(found: AutoShardingResult | MeshChoice) -> str:
-    """The sizes, and what is said of a pipeline."""
-    pipeline = f'; {options_text(found.pipeline)}' if found.pipeline else ''
-    return f'{axis_sizes_text(found.mesh)}{pipeline}'
+def _mesh_text(result: AutoShardingResult | MeshChoice) -> str:
+    """Returns the sizes of the mesh, and the options of the pipeline."""
+    pipeline = f'; {options_text(result.pipeline)}' if result.pipeline else ''
+    return f'{axis_sizes_text(result.mesh)}{pipeline}'
 
 
-def _groups(found: AutoShardingResult) -> Table:
-    """A row for each group: its place, the next best one, and what that costs more."""
+def _groups(result: AutoShardingResult) -> Table:
+    """Returns a table of the groups: the sharding, the second best one, and its additional cost."""
     rows: list[Row] = []
-    for group in found.groups:
-        place = group.name, spec_code(group.spec)
+    mean_seconds = (result.overlapped_seconds + result.serial_seconds) / 2
+    for group in result.groups:
+        head = [group.name, spec_code(group.spec)]
         if group.next_spec is None:
-            rows.append([*place, None, None, None, None])
+            rows.append([*head, None, None, None, None])
             continue
-        if not group.next_fits:  # it may have no program, and no seconds
+        if not group.next_fits:  # it may not have been compiled
             seconds = 'does not fit'
-        elif (
-            abs(group.extra_seconds) < TIME_TOLERANCE * (found.overlapped_seconds + found.serial_seconds) / 2
-        ):
+        elif abs(group.extra_seconds) < TIME_TOLERANCE * mean_seconds:
             seconds = 'nearly equal'
         else:
             seconds = f'{"-" if group.extra_seconds < 0 else "+"}{milliseconds(abs(group.extra_seconds))}'
@@ -216,14 +215,14 @@ def _groups(found: AutoShardingResult) -> Table:
             group.extra_memory,
             communication,
         ]
-        rows.append([*place, spec_code(group.next_spec), *costs])
-    heads = Column('group', 'lead'), Column('spec', 'code'), Column('next best', 'code')
+        rows.append([*head, spec_code(group.next_spec), *costs])
+    texts = Column('group', 'lead'), Column('spec', 'code'), Column('next best', 'code')
     numbers = Column('seconds', 'number'), Column('memory', 'number', signed_bytes)
-    return Table([*heads, *numbers, Column('bytes', 'code')], rows)
+    return Table([*texts, *numbers, Column('bytes', 'code')], rows)
 
 
-def _meshes(found: AutoShardingResult) -> Table:
-    """A row for each mesh and placement of the batch."""
+def _meshes(result: AutoShardingResult) -> Table:
+    """Returns a table of the meshes and shardings of the batch."""
     columns = [
         Column('mesh', 'lead'),
         Column('batch', 'code'),
@@ -233,11 +232,11 @@ def _meshes(found: AutoShardingResult) -> Table:
     ]
     rows = [
         (
-            _mesh_text(row),
-            spec_code(row.batch_spec),
-            *(row.mean_seconds, row.overlapped_seconds, row.serial_seconds, row.memory),
-            row.reason or 'best',
+            _mesh_text(choice),
+            spec_code(choice.batch_spec),
+            *(choice.mean_seconds, choice.overlapped_seconds, choice.serial_seconds, choice.memory),
+            choice.reason or 'best',
         )
-        for row in found.meshes
+        for choice in result.meshes
     ]
     return Table(columns, rows, best=0)

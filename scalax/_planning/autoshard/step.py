@@ -1,4 +1,4 @@
-"""A step that is written for one device: its arguments, which of them hold a batch, and what it returns."""
+"""A step written for one device: its trace, its arguments and the batches among them, and its results."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from scalax.errors import ArgumentError, plural
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A leaf of the arguments that are not batches. Those of one path and shape are one.
+    """A leaf of the arguments that are not batches. Leaves with equal paths and shapes are equal.
 
     Attributes:
         path: its path in its argument.
         shape: its shape.
-        bits: those of an element.
+        bits: the bits of an element.
     """
 
     path: str
@@ -32,27 +32,27 @@ class Leaf:
 
     @property
     def bytes(self) -> int:
-        """Its bytes, on all devices together."""
+        """The bytes of the global array."""
         return -(-math.prod(self.shape) * self.bits // 8)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Step:
-    """A function, and what it is called with.
+class TracedStep:
+    """A step with its arguments, traced for one device.
 
     Attributes:
-        function: the function, of positional arguments.
-        args: its arguments, trees of arrays or ShapeDtypeStructs.
-        batch: the numbers of those that hold rows of a batch.
-        donated: the numbers of those that it may overwrite.
-        jaxpr: what it computes.
-        out: its results.
+        function: the function, which takes positional arguments.
+        args: its arguments: trees of arrays or ShapeDtypeStructs.
+        batch_argnums: the indices of the arguments that hold a batch.
+        donate_argnums: the indices of the arguments that it may overwrite.
+        jaxpr: its jaxpr.
+        out: its results, as ShapeDtypeStructs.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    batch: frozenset[int]
-    donated: frozenset[int]
+    batch_argnums: frozenset[int]
+    donate_argnums: frozenset[int]
     jaxpr: Any
     out: Any
 
@@ -63,61 +63,61 @@ class Step:
 
     @functools.cached_property
     def leaves(self) -> list[Leaf | None]:
-        """The leaves of its arguments in order; None for those of batches."""
+        """The leaves of all arguments in order; None for leaves of batches."""
         return [
-            None if number in self.batch else _leaf(path, leaf)
-            for number, argument in enumerate(self.args)
+            None if i in self.batch_argnums else _leaf(path, leaf)
+            for i, argument in enumerate(self.args)
             for path, leaf in jax.tree.leaves_with_path(argument)
         ]
 
     @property
     def batch_shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of the arrays of its batches."""
-        return [leaf_shape(leaf) or () for i in self.batch for leaf in jax.tree.leaves(self.args[i])]
+        """The shapes of the arrays of the batches."""
+        return [leaf_shape(leaf) or () for i in self.batch_argnums for leaf in jax.tree.leaves(self.args[i])]
 
-    def arguments(
-        self, of_leaf: Callable[[Leaf], Any], of_batch: Callable[[tuple[int, ...]], Any]
+    def map_arguments(
+        self, map_leaf: Callable[[Leaf], Any], map_batch: Callable[[tuple[int, ...]], Any]
     ) -> tuple[Any, ...]:
-        """The arguments with something else for each leaf.
+        """Maps the leaves of the arguments.
 
         Args:
-            of_leaf: what there is for a leaf.
-            of_batch: what there is for an array of a batch, from its shape.
+            map_leaf: maps a leaf of an argument that is not a batch.
+            map_batch: maps the shape of an array of a batch.
         """
         return tuple(
-            jax.tree.map(lambda leaf: of_batch(leaf_shape(leaf) or ()), argument)
-            if number in self.batch
-            else jax.tree.map_with_path(lambda *leaf: of_leaf(_leaf(*leaf)), argument)
-            for number, argument in enumerate(self.args)
+            jax.tree.map(lambda leaf: map_batch(leaf_shape(leaf) or ()), argument)
+            if i in self.batch_argnums
+            else jax.tree.map_with_path(lambda *leaf: map_leaf(_leaf(*leaf)), argument)
+            for i, argument in enumerate(self.args)
         )
 
-    def returned(self, arguments: Sequence[Any]) -> Any:
-        """What the function returns, with one of *arguments* for each result, or None.
+    def map_results(self, mapped_arguments: Sequence[Any]) -> Any:
+        """Returns the results with each tree replaced by the mapped argument of the same structure and types.
 
-        A result that is a tree like an argument is where that one is; the compiler decides about others.
+        Results without such an argument become None: the compiler chooses their shardings.
         """
-        kinds = [tree_type(argument) for argument in self.args]
+        types = [tree_type(argument) for argument in self.args]
 
-        def given(result: Any) -> Any:
-            kind = tree_type(result)
-            return arguments[kinds.index(kind)] if kind in kinds else None
+        def matching_argument(result: Any) -> Any:
+            result_type = tree_type(result)
+            return mapped_arguments[types.index(result_type)] if result_type in types else None
 
-        if not isinstance(self.out, tuple | dict) or tree_type(self.out) in kinds:
-            return given(self.out)
-        return jax.tree.map(given, self.out, is_leaf=lambda each: each is not self.out)
+        if not isinstance(self.out, tuple | dict) or tree_type(self.out) in types:
+            return matching_argument(self.out)
+        return jax.tree.map(matching_argument, self.out, is_leaf=lambda tree: tree is not self.out)
 
 
 def _leaf(path: Any, leaf: Any) -> Leaf:
     return Leaf(path_string(path), leaf_shape(leaf) or (), element_bits(dtype_on_devices(leaf)))
 
 
-def make_step(
+def trace_step(
     function: Any, args: Any, batch_argnums: int | Sequence[int], donate_argnums: int | Sequence[int] = ()
-) -> Step:
-    """Traces a step.
+) -> TracedStep:
+    """Traces a step for one device.
 
     Raises:
-        ArgumentError: it is no function, does not trace, or arguments are missing.
+        ArgumentError: *function* is not a function or cannot be traced, or an option is invalid.
     """
     if not callable(function):
         raise ArgumentError(
@@ -131,8 +131,8 @@ def make_step(
         )
     if not isinstance(args, tuple | list):
         raise ArgumentError(f'the arguments of the step have to be a tuple, got {type(args).__name__}')
-    batch = _numbers('batch_argnums', batch_argnums, len(args))
-    donated = _numbers('donate_argnums', donate_argnums, len(args))
+    batch = _argnums('batch_argnums', batch_argnums, len(args))
+    donated = _argnums('donate_argnums', donate_argnums, len(args))
     if not batch:
         raise ArgumentError(
             'batch_argnums has to name the arguments that hold a batch: autoshard shards these along the '
@@ -143,26 +143,26 @@ def make_step(
     except Exception as error:
         raise ArgumentError(
             f'{name} cannot be traced for one device with these arguments: {type(error).__name__}: {error}\n'
-            'Arguments are trees of arrays: bind others with functools.partial'
+            'Arguments have to be trees of arrays: bind others with functools.partial'
         ) from error
-    return Step(function, tuple(args), batch, donated, jaxpr, out)
+    return TracedStep(function, tuple(args), batch, donated, jaxpr, out)
 
 
-def _numbers(option: str, value: int | Sequence[int], count: int) -> frozenset[int]:
+def _argnums(option: str, value: int | Sequence[int], count: int) -> frozenset[int]:
     if not isinstance(value, int | Sequence):
-        raise ArgumentError(f'{option} has to be the number of an argument, or several, got {value!r}')
-    numbers = (value,) if isinstance(value, int) else tuple(value)
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int) or not -count <= number < count:
+        raise ArgumentError(f'{option} has to be the index of an argument, or several, got {value!r}')
+    argnums = (value,) if isinstance(value, int) else tuple(value)
+    for argnum in argnums:
+        if isinstance(argnum, bool) or not isinstance(argnum, int) or not -count <= argnum < count:
             raise ArgumentError(f'{option}={value!r}: the step has {plural(count, "argument")}')
-    return frozenset(number % count for number in numbers)
+    return frozenset(argnum % count for argnum in argnums)
 
 
-def leaves_of(step: Step) -> list[Leaf]:
-    """The leaves of a step that are not those of batches, each once.
+def unique_leaves(step: TracedStep) -> list[Leaf]:
+    """Returns the leaves of a step without those of batches, equal ones once.
 
     Raises:
-        ArgumentError: leaves have one path and several shapes, so that no rule can tell them apart.
+        ArgumentError: leaves have one path and several shapes, so that a rule cannot tell them apart.
     """
     leaves = list(dict.fromkeys(leaf for leaf in step.leaves if leaf is not None))
     shapes: dict[str, tuple[int, ...]] = {}

@@ -1,4 +1,4 @@
-"""A trial: the step compiled with one layout, and what that takes."""
+"""Trials: the step compiled with one layout each, with its time and memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from scalax._core.context.thread_state import ThreadState
 from scalax._core.pytree.partition_specs import axis_sizes_text
 from scalax._core.render.tables import human_bytes, milliseconds
 from scalax._core.render.trial_log import TrialFile
+from scalax._core.util.progress import UpdateProgress
 from scalax._planning.autoshard.codegen import spec_code
 from scalax._planning.autoshard.layout import Layout
 from scalax._planning.autoshard.problem import Problem
@@ -22,26 +23,26 @@ from scalax._planning.mesh_search.objective import objective_seconds, rank, reas
 from scalax._planning.time.roofline import StepTime
 from scalax.errors import plural
 
-# What a layout costs that does not fit, times how many times the memory it takes: more than any seconds. Of
-# one that was not compiled only its arguments are known.
+# The cost of a layout that does not fit, times the ratio of its memory to the limit: more than any step time.
+# The second factor is for layouts that were not compiled, of which only the size of the arguments is known.
 _TOO_LARGE, _NOT_COMPILED = 1e6, 1e9
-# Programs that are compiled at a time, each of which takes up to some gigabytes of memory.
-_MOST_THREADS = 8
+# Programs to compile at a time. Each may take some gigabytes of memory.
+_MAX_THREADS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What a layout takes.
+    """The outcome of one layout.
 
     Attributes:
         layout: the layout.
-        overlapped_seconds: the seconds that the step takes at least.
-        serial_seconds: the seconds if nothing overlaps.
+        overlapped_seconds: the fully overlapped step time.
+        serial_seconds: the serial step time.
         memory: the bytes on a device.
-        limit: those that it may use; None if unknown.
-        communication: the bytes that each device exchanges, mesh axes -> bytes.
+        limit: the usable bytes of a device; None if unknown.
+        communication: the bytes that each device exchanges, by mesh axes.
         failure: why there is no plan; empty if there is one.
-        compiled: whether a compiler has seen it; one whose arguments alone do not fit has not been.
+        compiled: whether the step was compiled; not if its arguments alone do not fit.
     """
 
     layout: Layout
@@ -55,46 +56,46 @@ class Trial:
 
     @property
     def fits(self) -> bool:
-        """Whether it runs in the memory of a device."""
+        """Whether the step fits into the memory of a device."""
         return not self.failure and (self.limit is None or self.memory <= self.limit)
 
     @property
     def seconds(self) -> float:
-        """What a search makes small (`objective`)."""
+        """The objective of the search (`objective`)."""
         return objective_seconds(StepTime(self.overlapped_seconds, self.serial_seconds))
 
     @property
     def cost(self) -> float:
-        """The seconds; the memory, where it does not fit."""
+        """The objective; for a layout that does not fit, a larger number that grows with its memory."""
         if self.fits or self.failure or self.limit is None:
             return self.seconds
         return (_TOO_LARGE if self.compiled else _NOT_COMPILED) * self.memory / self.limit
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Sorts trials, the best first."""
+        """Sort key for trials, best first."""
         return rank(self.cost, self.memory)
 
 
-def attempt(problem: Problem, layout: Layout, limit: int | None) -> Trial:
-    """Compiles the step; that the compiler refuses it is the outcome of the trial.
+def run_trial(problem: Problem, layout: Layout, limit: int | None) -> Trial:
+    """Compiles the step with one layout. An error of the compiler is an outcome, too.
 
     Raises:
         Exception: another error of the step or of scalax, with a note that names the layout.
     """
-    if limit is not None and (stored := problem.stored(layout)) > limit:
-        return Trial(layout, memory=stored, limit=limit, compiled=False)
+    if limit is not None and (stored_bytes := problem.stored_bytes(layout)) > limit:
+        return Trial(layout, memory=stored_bytes, limit=limit, compiled=False)
     try:
         plan = problem.plan(layout)
-    except Exception as error:  # noqa: BLE001 - lost_by raises what is no result of the compiler
-        name = f'{axis_sizes_text(layout.sizes)}, batch {spec_code(layout.batch)}'
+    except Exception as error:  # noqa: BLE001 - reason_of_failure raises errors that are not an outcome
+        name = f'{axis_sizes_text(layout.sizes)}, batch {spec_code(layout.batch_spec)}'
         name += f', {layout.pipeline}' if layout.pipeline else ''
         return Trial(layout, limit=limit, failure=reason_of_failure(error, name))
-    bound, estimate = step_time_of(plan)
-    if not math.isfinite(bound):
+    overlapped_seconds, serial_seconds = step_time_of(plan)
+    if not math.isfinite(overlapped_seconds):
         return Trial(layout, limit=limit, failure='the time of its collectives is unknown')
     communication = {'+'.join(axes): sum(kinds.values()) for axes, kinds in plan.totals.items()}
-    return Trial(layout, bound, estimate, plan.memory.total, limit, communication)
+    return Trial(layout, overlapped_seconds, serial_seconds, plan.memory.total, limit, communication)
 
 
 class OutOfTime(Exception):
@@ -102,63 +103,73 @@ class OutOfTime(Exception):
 
 
 class Trials:
-    """The trials of a search; on disk as well, if it has a file.
+    """Runs and stores the trials of a search, in a file as well if there is one.
 
     Args:
-        problem: what is searched for.
-        limit: the bytes of memory that a device may use.
-        file: the trials of earlier searches, to which new ones are appended.
-        note: called with how far the search is.
-        ends: when to stop, by `time.monotonic`.
+        problem: the problem.
+        limit: the usable bytes of memory of a device.
+        file: the trials of earlier searches, to which new trials are appended.
+        update_progress: called with the progress of the search.
+        deadline: when to stop, by `time.monotonic`.
+
+    Attributes:
+        problem: the problem.
+        results: the outcome of each layout that was tried.
     """
 
     def __init__(
-        self, problem: Problem, limit: int | None, file: TrialFile, note: Callable[[str], None], ends: float
+        self,
+        problem: Problem,
+        limit: int | None,
+        file: TrialFile,
+        update_progress: UpdateProgress,
+        deadline: float,
     ) -> None:
-        self.problem, self._limit, self._file, self._note, self._ends = problem, limit, file, note, ends
+        self.problem, self._limit, self._file = problem, limit, file
+        self._update_progress, self._deadline = update_progress, deadline
         self._fingerprint = problem.fingerprint(limit) if file.path else ''
-        self.known: dict[Layout, Trial] = {}
+        self.results: dict[Layout, Trial] = {}
 
     def __call__(self, layouts: Iterable[Layout]) -> Sequence[Trial]:
-        """The trials of some layouts: known ones, or new ones, as many at a time as there are cores.
+        """Returns the trials of some layouts. Runs new ones in parallel.
 
         Raises:
-            OutOfTime: the time is over. At least one is made all the same.
+            OutOfTime: the deadline has passed. At least one trial is run nevertheless.
         """
         layouts = list(dict.fromkeys(layouts))
         for layout in layouts:
             values = self._file.get(f'{self._fingerprint} {layout}')
-            if layout not in self.known and values is not None:
-                with contextlib.suppress(TypeError):  # somebody has edited the file
-                    self.known[layout] = Trial(layout, limit=self._limit, **values)
-        new = [layout for layout in layouts if layout not in self.known]
-        calls = [functools.partial(attempt, self.problem, layout, self._limit) for layout in new]
-        pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_THREADS))
+            if layout not in self.results and values is not None:
+                with contextlib.suppress(TypeError):  # the file was edited, or written by another version
+                    self.results[layout] = Trial(layout, limit=self._limit, **values)
+        new_layouts = [layout for layout in layouts if layout not in self.results]
+        calls = [functools.partial(run_trial, self.problem, layout, self._limit) for layout in new_layouts]
+        pool = ThreadPoolExecutor(min(os.cpu_count() or 1, _MAX_THREADS))
         try:
-            for trial in pool.map(ThreadState.run, [ThreadState() for _ in new], calls):
+            for trial in pool.map(ThreadState.run, [ThreadState() for _ in new_layouts], calls):
                 self._add(trial)
-                if time.monotonic() > self._ends:
+                if time.monotonic() > self._deadline:
                     raise OutOfTime
-        finally:  # also after Ctrl-C: what has begun ends, the rest is not tried
+        finally:  # also after Ctrl-C: trials that have started end, the others are not started
             pool.shutdown(cancel_futures=True)
-        return [self.known[layout] for layout in layouts]
+        return [self.results[layout] for layout in layouts]
 
     @property
     def best(self) -> Trial | None:
-        """The best of all."""
-        return min(self.known.values(), key=lambda trial: trial.rank, default=None)
+        """The best trial so far; None if there is none."""
+        return min(self.results.values(), key=lambda trial: trial.rank, default=None)
 
     def _add(self, trial: Trial) -> None:
-        self.known[trial.layout] = trial
+        self.results[trial.layout] = trial
         names = [field.name for field in dataclasses.fields(trial) if field.name not in ('layout', 'limit')]
         values = {name: getattr(trial, name) for name in names}
-        # JSON has no infinite numbers; these are the defaults of a trial.
+        # JSON has no infinity, which is the default of these fields.
         finite = {name: value for name, value in values.items() if value != math.inf}
         self._file.add(f'{self._fingerprint} {trial.layout}', finite)
         best = self.best
         assert best is not None
         seconds = milliseconds(best.seconds) if math.isfinite(best.seconds) else 'no program'
         sizes = axis_sizes_text(best.layout.sizes)
-        self._note(
-            f'{plural(len(self.known), "layout")}; best: {sizes}, {seconds}, {human_bytes(best.memory)}'
+        self._update_progress(
+            f'{plural(len(self.results), "layout")}; best: {sizes}, {seconds}, {human_bytes(best.memory)}'
         )

@@ -14,7 +14,7 @@ import pytest
 
 from scalax._planning.autoshard import trial
 from scalax._planning.autoshard.problem import Problem
-from scalax._planning.autoshard.step import make_step
+from scalax._planning.autoshard.step import trace_step
 from scalax.errors import ArgumentError, MeshError
 from scalax.plan import autoshard
 from scalax.sharding import MeshShardingHelper, TreePathShardingRule
@@ -180,8 +180,8 @@ def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
     edited = lines[-1].replace('"overlapped_seconds"', '"least"')  # as by hand; the line after it counts
     # As if the machine went down while it wrote the last line.
     file.write_text('\n'.join([*lines[:-1], '{}', 'null', '[1]', edited, lines[-1], lines[0][:40]]) + '\n')
-    attempts, attempt = [], trial.attempt
-    monkeypatch.setattr(trial, 'attempt', lambda *each: (attempts.append(each), attempt(*each))[1])
+    attempts, attempt = [], trial.run_trial
+    monkeypatch.setattr(trial, 'run_trial', lambda *each: (attempts.append(each), attempt(*each))[1])
     few = autoshard(product, simple(), **options(file=file, sizes={'tp': 8}, budget_s=1e-6))
     assert (few.mesh, few.num_trials) == ({'fsdp': 1, 'tp': 8}, 1)  # those of other meshes do not count
     attempts.clear()
@@ -195,7 +195,7 @@ def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_gives_the_best_so_far(monkeypatch):
-    attempt, attempts = trial.attempt, []
+    attempt, attempts = trial.run_trial, []
 
     def stopped(*each):
         attempts.append(each)
@@ -203,7 +203,7 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch):
             raise KeyboardInterrupt
         return attempt(*each)
 
-    monkeypatch.setattr(trial, 'attempt', stopped)
+    monkeypatch.setattr(trial, 'run_trial', stopped)
     least = 1
     result = autoshard(product, simple(), **options())
     assert (result.stop_reason, result.num_trials) == ('interrupted', 1) and 'until it was stopped' in str(
@@ -297,7 +297,7 @@ def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_th
         ({'args': 3}, 'the arguments of the step have to be a tuple, got int'),
         ({'args': (1, 2, 3)}, 'product cannot be traced for one device with these arguments: TypeError: '),
         ({'batch_argnums': 2}, 'batch_argnums=2: the step has 2 arguments'),
-        ({'batch_argnums': None}, 'batch_argnums has to be the number of an argument, or several, got None'),
+        ({'batch_argnums': None}, 'batch_argnums has to be the index of an argument, or several, got None'),
         ({'batch_argnums': ()}, 'batch_argnums has to name the arguments that hold a batch'),
         ({'donate_argnums': 'a'}, "donate_argnums='a': the step has 2 arguments"),
         ({'batch_argnums': (0, 1)}, 'product has nothing to find a rule for: its arguments are batches'),
@@ -314,7 +314,7 @@ def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_th
         ({'keep': [('w', None)]}, 'keep takes pairs of a regex and a PartitionSpec, got None'),
         ({'headroom': 1}, 'headroom has to be a fraction of the memory'),
         ({'optimizer_state': 'zero'}, "optimizer_state has to be 'as parameters' or 'zero1', got 'zero'"),
-        ({'batch_dim': -1}, 'batch_dim has to be the number of a dimension, got -1'),
+        ({'batch_dim': -1}, 'batch_dim has to be the index of a dimension, got -1'),
         ({'batch_dim': 2}, 'divides the batch dimension: dimension 2 of (64, 64)'),
         ({'axis_names': ['a']}, 'axis_names has to be 2 names of mesh axes, such as fsdp and tp'),
         ({'axis_names': 'ab'}, 'axis_names has to be 2 names of mesh axes, such as fsdp and tp'),
@@ -395,7 +395,7 @@ def test_results_in_a_named_tuple_or_a_dict(kind):
     ],
 )
 def test_results_are_where_equal_arguments_are(out, expected):
-    assert make_step(out, simple(), 1).returned(['of the state', 'of the batch']) == expected
+    assert trace_step(out, simple(), 1).map_results(['of the state', 'of the batch']) == expected
 
 
 def test_a_function_that_makes_a_step():
@@ -469,11 +469,11 @@ def block(width, hidden, rows):
 
 def test_errors_are_no_outcomes(monkeypatch):
     """Only what the compiler refuses has no program: a mistake in scalax is not a layout that has lost."""
-    monkeypatch.setattr(Problem, 'of_batch', lambda *_: {}['a mistake'])
+    monkeypatch.setattr(Problem, 'batch_spec_of', lambda *_: {}['a mistake'])
     with pytest.raises(KeyError, match='a mistake') as raised:
         autoshard(product, simple(), **options())
     assert raised.value.__notes__ == ["This was raised by the candidate fsdp=8, batch P('fsdp')."]
-    assert {'attempt', 'plan', '<lambda>'} <= {entry.name for entry in raised.traceback}  # where it is
+    assert {'run_trial', 'plan', '<lambda>'} <= {entry.name for entry in raised.traceback}  # where it is
 
 
 def test_equal_layouts_with_less_memory_are_better():
@@ -515,7 +515,7 @@ def test_what_does_not_fit_says_so():
     result = autoshard(block_gradient, block(1 << 18, 1 << 18, 64), 'v5e:2x4', **options())
     assert result.fits is False
     text = str(result)
-    assert 'does not fit' in text and 'nothing that was tried fits' in text
+    assert 'does not fit' in text and 'no layout that was tried fits' in text
 
 
 @pytest.mark.slow

@@ -6,13 +6,13 @@ import pytest
 from jax.extend.core import Primitive
 
 from scalax._core.pytree.paths import path_string
-from scalax._planning.autoshard.dim_uses import dimensions
+from scalax._planning.autoshard.dim_uses import analyze_dim_uses
 
 
 def found(function, weights, x):
     """The classes as sets of places such as ``'up.1'``, and the rest of what is found, with names."""
     names = [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(weights)[0]]
-    result = dimensions(jax.make_jaxpr(function)(weights, x), {i: i for i, _ in enumerate(names)})
+    result = analyze_dim_uses(jax.make_jaxpr(function)(weights, x), {i: i for i, _ in enumerate(names)})
 
     def place(of):
         return f'{names[of[0]]}.{of[1]}'
@@ -22,9 +22,9 @@ def found(function, weights, x):
         classes.setdefault(number, set()).add(place(of))
     return (
         [each for each in classes.values() if len(each) > 1],
-        set(map(place, result.stacked)),
-        {names[i] for i in result.multiplied},
-        set(map(place, result.experts)),
+        set(map(place, result.layer_dims)),
+        {names[i] for i in result.weights},
+        set(map(place, result.expert_dims)),
     )
 
 

@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import pytest
 
 from scalax._planning.autoshard.leaf_groups import make_groups
-from scalax._planning.autoshard.problem import dimensions_of
-from scalax._planning.autoshard.step import leaves_of, make_step
+from scalax._planning.autoshard.problem import dim_uses_of
+from scalax._planning.autoshard.step import trace_step, unique_leaves
 from scalax.errors import ArgumentError
 
 
 def groups_of(function, *args, fixed=()):
-    step = make_step(function, args, 1)
-    leaves = leaves_of(step)
-    return make_groups(leaves, dimensions_of(step, leaves), fixed), [leaf.path for leaf in leaves]
+    step = trace_step(function, args, 1)
+    leaves = unique_leaves(step)
+    return make_groups(leaves, dim_uses_of(step, leaves), fixed), [leaf.path for leaf in leaves]
 
 
 def layers(count):
@@ -41,7 +41,7 @@ def test_bytes_are_those_on_a_device():
     w, b, scale = (
         jax.ShapeDtypeStruct(*each) for each in (((64, 64), 'int4'), ((3,), 'uint4'), ((64,), 'float32'))
     )
-    leaves = leaves_of(make_step(step, ({'b': b, 'scale': scale, 'w': w}, jnp.ones((8, 64))), 1))
+    leaves = unique_leaves(trace_step(step, ({'b': b, 'scale': scale, 'w': w}, jnp.ones((8, 64))), 1))
     assert [leaf.bytes for leaf in leaves] == [2, 64 * 4, 64 * 64 // 2]
 
 
@@ -96,4 +96,4 @@ def test_what_is_small_or_placed_is_in_no_group():
 def test_one_path_and_two_shapes():
     args = {'w': jnp.ones((4, 4))}, jnp.ones(2), {'w': jnp.ones((4,))}
     with pytest.raises(ArgumentError, match="two arguments have a leaf 'w'"):
-        leaves_of(make_step(lambda a, x, b: x, args, 1))
+        unique_leaves(trace_step(lambda a, x, b: x, args, 1))

@@ -85,7 +85,7 @@ def test_over_a_slow_network_layers_are_stages(found):
 def test_its_code_makes_the_program_of_the_plan(found):
     code = found.to_code()
     assert f"    pipeline=Pipeline('data', {options_text(found.pipeline)}),\n" in code
-    assert "# Found for 'v5e:2x2': it takes 8 such devices.\nhelper = MeshShardingHelper([" in code
+    assert "# Found for 'v5e:2x2': it needs 8 such devices.\nhelper = MeshShardingHelper([" in code
     code = code.replace('MeshShardingHelper([', "MeshShardingHelper.from_topology('v5e:2x2', [")
     scope = {'train_step': train_step}
     exec(code.replace('dcn_axis_dims', 'num_slices=2, dcn_axis_dims'), scope)
