@@ -15,7 +15,8 @@ import jax
 from scalax._core.channel.secret import resolve_secret
 from scalax._core.mesh import meshes
 from scalax._data.host import agreement, process_collectives
-from scalax._data.reshard.block_schedule import Index, Piece, box_shape
+from scalax._data.host.boxes import Index, box_shape
+from scalax._data.reshard.block_schedule import Piece
 from scalax._data.reshard.device_ops import Blocks, is_here
 from scalax._data.reshard.leaf_mapping import NameMapping, insert_leaf
 from scalax._data.reshard.leaf_transfer import LeafTransfer

@@ -17,7 +17,7 @@ from scalax._core.channel.secret import require_secret, resolve_secret
 from scalax._core.context import resharding
 from scalax._core.pytree.paths import NamedTree, describe_leaf, is_prng_key, is_weakly_typed
 from scalax._data.host import process_collectives
-from scalax._data.reshard.block_schedule import boxes_of
+from scalax._data.host.boxes import boxes_of
 from scalax._data.reshard.leaf_mapping import insert_leaf
 from scalax._jax import transfer
 from scalax.errors import ArgumentError, TransferError, shown_leaves

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,12 +10,11 @@ import numpy as np
 
 from scalax._core.pytree.paths import NamedTree, is_prng_key
 from scalax._data.host.batch_layout import checked_axis
+from scalax._data.host.boxes import Box, box_of, intersection, volume
 from scalax._data.host.process_collectives import without_mesh_context
 from scalax._data.host.transfer import agree_to_fetch, fetch, reject_tracers
 from scalax.errors import DataError, shown_leaves
 
-Box = tuple[tuple[int, int], ...]
-"""A block of a global array: the start and the end along each dimension."""
 LocalBatchChoice = Literal['equal_share', 'addressable']
 
 
@@ -112,28 +110,19 @@ def _boxes_by_process(leaf: jax.Array) -> dict[int, set[Box]]:
     indices: Mapping[Any, Any] = leaf.sharding.devices_indices_map(leaf.shape)
     boxes: dict[int, set[Box]] = {}
     for device, index in indices.items():
-        boxes.setdefault(device.process_index, set()).add(_box(index, leaf.shape))
+        boxes.setdefault(device.process_index, set()).add(box_of(index, leaf.shape))
     return boxes
-
-
-def _box(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-
-
-def _volume(box: Iterable[tuple[int, int]]) -> int:
-    return math.prod(max(stop - start, 0) for start, stop in box)
 
 
 def _cover(boxes: Iterable[Box], shape: Sequence[int], axis: int, start: int, stop: int) -> bool:
     """Returns whether disjoint boxes cover all elements of the examples *start*:*stop*."""
-    covered = sum(_volume(_clip(box, axis, start, stop)) for box in boxes)
-    return covered == _volume(_clip(tuple((0, size) for size in shape), axis, start, stop))
+    covered = sum(volume(_clip(box, axis, start, stop)) for box in boxes)
+    return covered == volume(_clip(tuple((0, size) for size in shape), axis, start, stop))
 
 
 def _clip(box: Box, axis: int, start: int, stop: int) -> Box:
     """Clips a box to the examples *start*:*stop*."""
-    box_start, box_stop = box[axis]
-    return (*box[:axis], (max(box_start, start), min(box_stop, stop)), *box[axis + 1 :])
+    return intersection(box, (*box[:axis], (start, stop), *box[axis + 1 :]))
 
 
 def _assemble(leaf: jax.Array, axis: int, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -141,12 +130,14 @@ def _assemble(leaf: jax.Array, axis: int, ranges: Sequence[tuple[int, int]]) -> 
     shape = list(leaf.shape)
     shape[axis] = sum(stop - start for start, stop in ranges)
     result = np.empty(shape, leaf.dtype)
-    shards = jax.device_get({_box(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards})
+    shards = jax.device_get(
+        {box_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
+    )
     offset = 0
     for start, stop in ranges:
         for box, data in shards.items():
             part = _clip(box, axis, start, stop)
-            if not _volume(part):
+            if not volume(part):
                 continue
             target = [slice(*bounds) for bounds in part]
             target[axis] = slice(part[axis][0] - start + offset, part[axis][1] - start + offset)

@@ -1,7 +1,7 @@
 """Schedule of the pieces of one array that devices send to one another, in rounds.
 
 Devices are any hashable values, and no arrays are needed, so a schedule can be made for devices that are not
-attached. A box is a block of the global array: the start and the end along each dimension.
+attached.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-Box = tuple[tuple[int, int], ...]
-Index = tuple[slice, ...]
+from scalax._data.host.boxes import Box, box_shape, intersection, volume
+
 _Requests = list[tuple[Box, Sequence[Any]]]  # boxes, each with the devices that may send it
 
 
@@ -123,35 +123,6 @@ def _rounds(requests: Mapping[Any, _Requests]) -> Iterator[list[Piece]]:
 
 def _overlapping(cells: Sequence[tuple[int, int]], span: tuple[int, int]) -> list[tuple[int, int]]:
     return [cell for cell in cells if max(cell[0], span[0]) < min(cell[1], span[1])]
-
-
-def boxes_of(shape: Sequence[int], indices: Mapping[Any, Index]) -> dict[Any, Box]:
-    """Converts the slices of each device to a box.
-
-    Example:
-        >>> boxes_of((4, 3), {'a': (slice(None), slice(1, 3))})
-        {'a': ((0, 4), (1, 3))}
-    """
-    return {
-        device: tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-        for device, index in indices.items()
-    }
-
-
-def box_shape(box: Box) -> tuple[int, ...]:
-    """Returns the shape of a box."""
-    return tuple(end - start for start, end in box)
-
-
-def volume(box: Box) -> int:
-    """Returns the number of elements of a box."""
-    return math.prod(box_shape(box))
-
-
-def intersection(a: Box, b: Box) -> Box:
-    """Returns the intersection of two boxes: a box without elements if they are disjoint."""
-    pairs = zip(a, b, strict=True)
-    return tuple((start := max(a0, b0), max(start, min(a1, b1))) for (a0, a1), (b0, b1) in pairs)
 
 
 def _split(box: Box, max_elements: int | None) -> Iterator[Box]:

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 
 from scalax._core.pytree.paths import element_bits
-from scalax._data.reshard.block_schedule import TransferSchedule, boxes_of, intersection, make_schedule
+from scalax._data.host.boxes import boxes_of, intersection
+from scalax._data.reshard.block_schedule import TransferSchedule, make_schedule
 from scalax._jax.devices import slice_of
 
 ShardedType = tuple[tuple[int, ...], Any, Any]

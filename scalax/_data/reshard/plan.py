@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 from scalax._core.pytree.paths import element_bits
 from scalax._core.render import serialization
 from scalax._core.render.tables import human_bytes, milliseconds, table, terminal_width
-from scalax._data.reshard.block_schedule import volume
+from scalax._data.host.boxes import volume
 from scalax._data.reshard.leaf_mapping import NameMapping
 from scalax._data.reshard.request import ReshardOptions, ReshardRequest
 from scalax._jax.devices import slice_of

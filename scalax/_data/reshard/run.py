@@ -18,8 +18,9 @@ from scalax._core.pytree.paths import is_prng_key
 from scalax._core.render.tables import human_bytes
 from scalax._core.util.progress import progress
 from scalax._data.host import agreement, transfer
+from scalax._data.host.boxes import box_shape
 from scalax._data.reshard import device_ops
-from scalax._data.reshard.block_schedule import Piece, box_shape
+from scalax._data.reshard.block_schedule import Piece
 from scalax._data.reshard.device_ops import Blocks, is_here
 from scalax._data.reshard.leaf_mapping import TargetLeaf
 from scalax._data.reshard.leaf_transfer import LeafTransfer

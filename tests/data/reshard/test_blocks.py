@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from scalax._data.reshard.block_schedule import Piece, box_shape, boxes_of, make_schedule, volume
+from scalax._data.host.boxes import box_shape, boxes_of, volume
+from scalax._data.reshard.block_schedule import Piece, make_schedule
 
 
 def schedule_for(shape, source, target, **options):
