@@ -42,7 +42,7 @@ def join(arguments: str = '', then: str = '') -> list[str]:
     return ['-c', JOIN.format(arguments=arguments) + then]
 
 
-def told(port: int, count: int) -> list[dict[str, str]]:
+def launcher_environments(port: int, count: int) -> list[dict[str, str]]:
     """Returns the environment variables that the launch files of the examples set."""
     address = f'localhost:{port}'
     return [
@@ -51,7 +51,7 @@ def told(port: int, count: int) -> list[dict[str, str]]:
     ]
 
 
-def said(output: str) -> list[str]:
+def waiting_messages(output: str) -> list[str]:
     """Returns the log messages about waiting, without the seconds, which depend on the machine."""
     lines = [line for line in output.splitlines() if 'waiting' in line]
     return [re.sub(r'\(\d+ of', '(N of', line) for line in lines]
@@ -101,17 +101,17 @@ def test_jax_may_fail_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.medium
 def test_who_comes_first_says_whom_it_waits_for(port: int) -> None:
-    env = told(port, 2)
+    env = launcher_environments(port, 2)
     for early in range(2):
-        with started(join(), env=env[early : early + 1]) as one:
-            one.wait_for('waiting')
+        with started(join(), env=env[early : early + 1]) as process:
+            process.wait_for('waiting')
             with started(join(), env=[env[1 - early]]) as other:
-                assert one.wait() + other.wait() == (0, 0), (one.output(), other.output())
+                assert process.wait() + other.wait() == (0, 0), (process.output(), other.output())
                 first = (
                     f'process {early} of 2: waiting for the other processes at localhost:{port} (N of 300 s)'
                 )
-                assert said(one.output())[0] == first
-                assert f'joined {early} 2' in one.output()
+                assert waiting_messages(process.output())[0] == first
+                assert f'joined {early} 2' in process.output()
                 assert f'joined {1 - early} 2' in other.output()
 
 
@@ -120,15 +120,15 @@ def test_two_processes_under_slurm(port: int) -> None:
     """Two processes with the variables of `srun`, which JAX detects itself."""
     job = {'SLURM_JOB_ID': '7', 'SLURM_STEP_NODELIST': 'localhost', 'SLURM_NTASKS': '2'}
     env = [{**job, 'SLURM_PROCID': i, 'SLURM_LOCALID': i, 'JAX_COORDINATOR_PORT': str(port)} for i in '01']
-    with started(join(), env=env[1:]) as one:
-        one.wait_for('waiting')
+    with started(join(), env=env[1:]) as process:
+        process.wait_for('waiting')
         with started(join(), env=env[:1]) as other:
-            assert one.wait() + other.wait() == (0, 0), (one.output(), other.output())
+            assert process.wait() + other.wait() == (0, 0), (process.output(), other.output())
             first = (
                 'process 1 of 2: waiting for the other processes at the address that JAX detects (N of 300 s)'
             )
-            assert said(one.output())[0] == first
-            assert 'joined 1 2' in one.output()
+            assert waiting_messages(process.output())[0] == first
+            assert 'joined 1 2' in process.output()
 
 
 @pytest.mark.medium
@@ -136,11 +136,11 @@ def test_a_peer_that_never_comes(port: int) -> None:
     """JAX ends the process, so the earlier messages are the only explanation."""
     quick = 'from scalax import distributed\ndistributed._FIRST = distributed._REPEAT = 0.1\n'
     program = ['-c', quick + JOIN.format(arguments='initialization_timeout=5')]
-    with started(program, env=told(port, 2)[:1]) as one:
-        assert one.wait()[0] != 0
+    with started(program, env=launcher_environments(port, 2)[:1]) as process:
+        assert process.wait()[0] != 0
         text = f'process 0 of 2: waiting for the other processes at localhost:{port} (N of 5 s)'
-        assert said(one.output())[:2] == [text, text]
-        assert 'joined' not in one.output()
+        assert waiting_messages(process.output())[:2] == [text, text]
+        assert 'joined' not in process.output()
 
 
 WRONG: list[tuple[tuple, dict[str, str]]] = [
@@ -179,11 +179,11 @@ for arguments, env in {cases!r}:
 @pytest.mark.medium
 def test_what_does_not_fit_is_an_error_before_anybody_waits(snapshot: Snapshot) -> None:
     code = ASK.format(cases=WRONG)
-    with started(['-c', code]) as one:
-        assert one.wait() == (0,)
-        said = one.output().split('|\n')
-        assert len(said) == len(WRONG) + 1
-        snapshot('\n'.join(said))
+    with started(['-c', code]) as process:
+        assert process.wait() == (0,)
+        message = process.output().split('|\n')
+        assert len(message) == len(WRONG) + 1
+        snapshot('\n'.join(message))
 
 
 @pytest.mark.parametrize(
@@ -218,14 +218,14 @@ def test_one_task_on_a_node_of_several_gpus(
 def test_one_process_of_a_launcher_may_be_alone() -> None:
     env = {'SLURM_PROCID': '0', 'SLURM_NTASKS': '4'}
     code = 'from scalax import distributed; distributed.initialize(num_processes=1)'
-    with started(['-c', code], env=[env]) as one:
-        assert one.wait() == (0,)
-        assert one.output() == ''
+    with started(['-c', code], env=[env]) as process:
+        assert process.wait() == (0,)
+        assert process.output() == ''
 
 
 @pytest.mark.medium
 def test_sigterm_stops_all_at_one_step(port: int) -> None:
-    with started(join(then=LOOP), join(then=LOOP), env=told(port, 2)) as two:
+    with started(join(then=LOOP), join(then=LOOP), env=launcher_environments(port, 2)) as two:
         for index in range(2):
             two.wait_for('did 3\n', index)
         two.processes[1].send_signal(signal.SIGTERM)
@@ -236,21 +236,21 @@ def test_sigterm_stops_all_at_one_step(port: int) -> None:
 
 @pytest.mark.medium
 def test_sigterm_alone() -> None:
-    with started(join(then=LOOP)) as one:
-        one.wait_for('did 3\n')
-        one.processes[0].send_signal(signal.SIGTERM)
-        assert one.wait() == (distributed.PREEMPTED,)
-        assert 'stops at' in one.output()
+    with started(join(then=LOOP)) as process:
+        process.wait_for('did 3\n')
+        process.processes[0].send_signal(signal.SIGTERM)
+        assert process.wait() == (distributed.PREEMPTED,)
+        assert 'stops at' in process.output()
 
 
 @pytest.mark.medium
 def test_a_second_sigterm_ends_the_process() -> None:
-    with started(join(then=LOOP.replace('sys.exit', 'time.sleep(600)\n        print'))) as one:
-        one.wait_for('did 1\n')
-        one.processes[0].send_signal(signal.SIGTERM)
-        one.wait_for('stops at')
-        one.processes[0].send_signal(signal.SIGTERM)
-        assert one.wait() == (-signal.SIGTERM,)
+    with started(join(then=LOOP.replace('sys.exit', 'time.sleep(600)\n        print'))) as process:
+        process.wait_for('did 1\n')
+        process.processes[0].send_signal(signal.SIGTERM)
+        process.wait_for('stops at')
+        process.processes[0].send_signal(signal.SIGTERM)
+        assert process.wait() == (-signal.SIGTERM,)
 
 
 @pytest.mark.medium
@@ -263,9 +263,9 @@ assert not distributed.should_stop(1)
 os.kill(os.getpid(), signal.SIGTERM)
 assert not distributed.should_stop(2)
 """
-    with started(['-c', code]) as one:
-        assert one.wait() == (0,), one.output()
-        assert one.output() == 'mine\n'
+    with started(['-c', code]) as process:
+        assert process.wait() == (0,), process.output()
+        assert process.output() == 'mine\n'
 
 
 @pytest.mark.parametrize('step', ['3', 1.5, None], ids=repr)

@@ -194,8 +194,8 @@ def test_functions_that_shard_and_gather():
     shard_fns, gather_fns = HELPER.make_shard_and_gather_fns(tree, RULE)
     placed = HELPER.apply_shard_and_gather_fns(shard_fns, tree)
     assert jax.tree.map(lambda x: x.sharding, placed) == HELPER.match_sharding_rule(RULE, tree)
-    one = shard_fns['kernel'](tree['kernel'])
-    assert one.sharding == placed['kernel'].sharding
+    identity = shard_fns['kernel'](tree['kernel'])
+    assert identity.sharding == placed['kernel'].sharding
     back = MeshShardingHelper.apply_shard_and_gather_fns(gather_fns, placed)
     assert isinstance(back['kernel'], np.ndarray)
     np.testing.assert_array_equal(back['kernel'], tree['kernel'])
@@ -331,8 +331,8 @@ def test_one_forgotten_rule_is_seen():
     params = {f'layer{i}': {'w': np.zeros((64, 64), np.float32)} for i in range(4)}
     assert not HELPER.explain(params, FSDPShardingRule(min_fsdp_size=0)).replicated.bytes
     forgotten = TreePathShardingRule(('layer[0-2]', FSDPShardingRule(min_fsdp_size=0)), strict=False)
-    found = HELPER.explain(params, forgotten).replicated
-    assert (found.bytes, found.paths) == (16384, ('layer3/w',))
+    report = HELPER.explain(params, forgotten).replicated
+    assert (report.bytes, report.paths) == (16384, ('layer3/w',))
 
 
 # --- Call forms -----------------------------------------------------------------------------------

@@ -130,17 +130,17 @@ def test_no_recompile(compiler, snapshot):
 
 
 def test_no_recompile_lets_other_functions_and_threads_be():
-    def mine(x):
+    def checked(x):
         return x + 1
 
-    def other(x):
+    def unchecked(x):
         return x + 2
 
-    fun = jax.jit(mine)
+    fun = jax.jit(checked)
     fun(X)
-    thread = threading.Thread(target=lambda: jax.jit(mine)(X[:3]))
+    thread = threading.Thread(target=lambda: jax.jit(checked)(X[:3]))
     with testing.assert_no_recompile(fun):
-        jax.jit(other)(X)
+        jax.jit(unchecked)(X)
         thread.start()
         thread.join(60)
     assert not thread.is_alive()

@@ -76,7 +76,7 @@ def structs() -> tuple[Any, ...]:
 
 
 def largest_gather(plan: Any) -> float:
-    """The bytes that the largest all-gather gives a device."""
+    """Returns the bytes that a device receives in the largest all-gather."""
     sizes = [kinds.get('all-gather', 0) for kinds in plan.totals.values()]
     return max(sizes, default=0)
 
@@ -94,12 +94,12 @@ def test_a_cache_that_both_ends_leave_whole_is_not_gathered(update: Any, inner_j
     rng = np.random.default_rng(0)
     params = {name: rng.normal(size=shape).astype('float32') / 4 for name, shape in SHAPES.items()}
     cache, token = np.zeros(CACHE, 'float32'), np.ones((EXAMPLES, 1), 'int32')
-    wanted_cache, wanted = cache, token
+    expected_cache, expected = cache, token
     for position in range(3):
         token, cache = step(params, cache, token, position)
-        wanted, wanted_cache = jax.jit(decode)(params, wanted_cache, wanted, position)
-        np.testing.assert_array_equal(token, wanted)
-        np.testing.assert_allclose(cache, wanted_cache, rtol=1e-5, atol=1e-5)
+        expected, expected_cache = jax.jit(decode)(params, expected_cache, expected, position)
+        np.testing.assert_array_equal(token, expected)
+        np.testing.assert_allclose(cache, expected_cache, rtol=1e-5, atol=1e-5)
         assert cache.sharding.is_equivalent_to(helper.match_sharding_rule(KV, cache), cache.ndim)
 
 

@@ -1,4 +1,4 @@
-"""The examples as a user runs them: as programs, at a small size, with what they write and refuse."""
+"""The examples, run as programs at a small size: their output files and their errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REFUSED, INTERRUPTED = 2, 130
 
 
 def run(module: str, *arguments: str, code: str = '', **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs an example, by its module or as a file, or `code`, to its end."""
+    """Runs an example (by its module or file), or `code`, until it exits."""
     what = ['-c', code] if code else ['-m', module, *arguments] if module else arguments
     return subprocess.run(
         [sys.executable, *what],
@@ -46,7 +46,7 @@ def run(module: str, *arguments: str, code: str = '', **environment: str) -> sub
 
 
 def assert_results(output: Path, steps: int) -> dict:
-    """All four files are there and whole; returns the numbers."""
+    """Asserts that all four files are complete, and returns the metrics."""
     numbers = json.loads((output / 'numbers.json').read_text())
     assert numbers['steps'] == len(numbers['train_losses']) == steps
     image = (output / 'loss.png').read_bytes()
@@ -112,7 +112,7 @@ TRAIN = ['-m', 'examples.llama.train']
 def training(
     folder: Path, program: Sequence[str] = TRAIN
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[str], None]]]:
-    """A run without end, and a function that waits until it says something."""
+    """Yields an endless run, and a function that waits until it prints a message."""
     log, text = folder / 'log.txt', folder / 'text.txt'
     text.write_text('the quick brown fox jumps over the lazy dog; ' * 40)  # evaluating is quick
     command = [sys.executable, '-u', *program, *SMALL, '--steps=1000000', f'--text={text}']
@@ -125,9 +125,9 @@ def training(
             stderr=subprocess.STDOUT,
         )
 
-    def wait_for(said: str) -> None:
+    def wait_for(message: str) -> None:
         deadline = time.monotonic() + TIMEOUT_S
-        while said not in (so_far := log.read_text(errors='replace')):
+        while message not in (so_far := log.read_text(errors='replace')):
             assert process.poll() is None, so_far
             assert time.monotonic() < deadline, so_far
             time.sleep(0.05)
@@ -145,10 +145,10 @@ def test_ctrl_c_keeps_what_was_reached(tmp_path: Path) -> None:
         wait_for('tokens/s')
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=TIMEOUT_S) == INTERRUPTED
-    said = (tmp_path / 'log.txt').read_text(errors='replace')
-    assert 'Interrupted: keeping what was reached. Ctrl-C again to abort.' in said
-    assert 'Traceback' not in said
-    steps = int(re.search(r'Interrupted after (\d+) of 1000000 steps', said)[1])
+    output = (tmp_path / 'log.txt').read_text(errors='replace')
+    assert 'Interrupted: keeping what was reached. Ctrl-C again to abort.' in output
+    assert 'Traceback' not in output
+    steps = int(re.search(r'Interrupted after (\d+) of 1000000 steps', output)[1])
     assert steps > 0
     numbers = assert_results(tmp_path, steps)
     assert numbers['interrupted']
@@ -225,7 +225,7 @@ def test_all_start_as_modules() -> None:
 
 @pytest.mark.slow
 def test_modules_beside_a_file_do_not_hide_libraries() -> None:
-    """examples/frameworks has an equinox.py."""
+    """The folder examples/frameworks contains an equinox.py."""
     ended = run('', 'examples/frameworks/train.py', '--framework=equinox', '--steps=1', PYTHONPATH='')
     assert ended.returncode == 0, ended.stderr
 
@@ -429,8 +429,8 @@ def test_a_search_finds_a_mesh_over_which_all_divides() -> None:
     model = ModelConfig(width=48, layers=1, heads=4, kv_heads=2)
     options = dataclasses.replace(OPTIONS, model=model, batch_size=12, sequence_length=32, mesh='search')
     # Of fsdp=6, fsdp=3 with tp=2, and tp=3 or 6, the heads leave the first two.
-    found = mesh_choice.choose_mesh(options, STRATEGIES['fsdp_tp'], jax.devices()[:6])
-    assert found in ('fsdp=6,tp=1', 'fsdp=3,tp=2')
+    result = mesh_choice.choose_mesh(options, STRATEGIES['fsdp_tp'], jax.devices()[:6])
+    assert result in ('fsdp=6,tp=1', 'fsdp=3,tp=2')
 
 
 def test_settings_that_do_not_fit_are_refused_all_at_once() -> None:
@@ -463,7 +463,7 @@ def test_what_does_not_divide_into_stages_is_refused() -> None:
 
 
 def test_the_default_settings_fit_every_strategy() -> None:
-    strategies = [*STRATEGIES.values(), *[in_stages(each, 2, 4) for each in STRATEGIES.values()]]
+    strategies = [*STRATEGIES.values(), *[in_stages(base, 2, 4) for base in STRATEGIES.values()]]
     for strategy in strategies:
         for devices in (1, 2, 4, 8) if strategy.pipeline is None else (2, 4, 8):
             helper = settings.make_helper(strategy, None, jax.devices()[:devices])

@@ -1,4 +1,4 @@
-"""examples/expert_parallel.py: the layer of one device, its gradients, and tokens sent there and back."""
+"""examples/expert_parallel.py: values and gradients as on one device, and tokens sent to experts and back."""
 
 import functools
 import itertools
@@ -59,8 +59,8 @@ def test_values_and_gradients_are_those_of_one_device(helper, favour, params, to
     np.testing.assert_allclose(result, on_one(params, tokens), atol=1e-5)
     gradients = helper.sjit(gradient_of(layer), in_shardings=(PARAMS, TOKENS))(params, tokens)
     expected = jax.jit(gradient_of(on_one))(params, tokens)
-    for mine, theirs in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    for actual, desired in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(actual, desired, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_tokens_are_sent_there_and_back_and_nothing_else(helper, params, tokens)
 
 
 def only(helper, counts):
-    """These counts by mesh axes, and none along others."""
+    """Returns these counts by mesh axes, and 0 for the other axes."""
     names = helper.mesh.axis_names
     subsets = [axes for size in range(1, len(names) + 1) for axes in itertools.combinations(names, size)]
     counts = {(axes,) if isinstance(axes, str) else axes: count for axes, count in counts.items()}

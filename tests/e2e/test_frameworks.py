@@ -1,4 +1,4 @@
-"""examples/frameworks: five libraries, and the same lines of scalax for each."""
+"""examples/frameworks: five libraries with the same scalax code."""
 
 import importlib
 
@@ -32,9 +32,9 @@ def mesh(fsdp, tp):
 )
 def test_losses_are_those_of_one_device_also_when_a_run_goes_on(framework, tmp_path):
     its = program(framework)
-    wanted, _ = train(its, mesh(1, 1), CORPUS, 4)
+    expected, _ = train(its, mesh(1, 1), CORPUS, 4)
     first, _ = train(its, mesh(4, 2), CORPUS, 2, tmp_path / 'run')
     rest, state = train(its, mesh(2, 4), CORPUS, 4, tmp_path / 'run')
-    np.testing.assert_allclose([*first, *rest], wanted, rtol=1e-4)
-    assert wanted[-1] < wanted[0] - 0.5
+    np.testing.assert_allclose([*first, *rest], expected, rtol=1e-4)
+    assert expected[-1] < expected[0] - 0.5
     assert len(write(its, mesh(2, 4), state, CORPUS, length=8).encode()) >= SEQUENCE + 8

@@ -1,4 +1,4 @@
-"""The launcher of one machine, with programs that need no JAX; and the files for schedulers."""
+"""The launcher for one machine, with programs that do not use JAX, and the launch files for schedulers."""
 
 import os
 import re
@@ -131,9 +131,9 @@ def test_a_second_interrupt_waits_for_nobody(tmp_path: Path) -> None:
         'print(f"ready {me}", flush=True)\ntime.sleep(600)'
     )
     with started(launch(code, '--grace=600'), env=[{'COUNT': str(tmp_path / 'count')}]) as launcher:
-        for said in ('ready', 'asked'):
+        for text in ('ready', 'asked'):
             for index in range(2):
-                launcher.wait_for(f'{said} {index}')
+                launcher.wait_for(f'{text} {index}')
             launcher.processes[0].send_signal(signal.SIGINT)
         assert launcher.wait() == (130,)
         assert_all_gone(launcher)
@@ -142,8 +142,8 @@ def test_a_second_interrupt_waits_for_nobody(tmp_path: Path) -> None:
 def test_a_program_is_needed() -> None:
     with started(['-m', 'examples.launch.local', '--devices=3']) as launcher:
         assert launcher.wait() == (2,)
-        said = 'error: no program given. Write it after --, as in -- -m examples.llama.train\n'
-        assert launcher.output() == said
+        text = 'error: no program given. Write it after --, as in -- -m examples.llama.train\n'
+        assert launcher.output() == text
 
 
 # --- A part is lost, and the others go on --------------------------------------------------------
@@ -173,7 +173,7 @@ def shrinking(code: str, *flags: str) -> list[str]:
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ('code', 'flags', 'expected', 'said'),
+    ('code', 'flags', 'expected', 'log'),
     [
         (
             'os.kill(os.getpid(), 9) if me == 1 and count == 3 else time.sleep(600 * (count == 3))',
@@ -237,17 +237,17 @@ def shrinking(code: str, *flags: str) -> list[str]:
     ],
 )
 def test_a_lost_process_does_not_come_back(
-    code: str, flags: list, expected: int, said: list[str], tmp_path: Path
+    code: str, flags: list, expected: int, log: list[str], tmp_path: Path
 ) -> None:
     with started(shrinking(code, *flags), env=[{'SAID': str(tmp_path)}]) as launcher:
         assert launcher.wait() == (expected,), launcher.output()
         output = launcher.output()
         lines = [line for line in output.splitlines() if line.startswith('launcher: a process ended')]
-        assert len(lines) == len(said) and all(
-            line.endswith(text) for line, text in zip(lines, said, strict=True)
+        assert len(lines) == len(log) and all(
+            line.endswith(text) for line, text in zip(lines, log, strict=True)
         )
         ports = set(re.findall(r'port (\d+)', output))
-        assert len(ports) == len(said) + (expected == 0)
+        assert len(ports) == len(log) + (expected == 0)
         # Every start after a loss knows of it.
         assert len(re.findall(r'^lost \d\.\d s ago$', output, re.MULTILINE)) >= 2 * (len(ports) > 1)
         assert_all_gone(launcher)
@@ -257,14 +257,14 @@ def test_a_lost_process_does_not_come_back(
 
 
 def of_page(language: str, containing: str) -> str:
-    """The block of the page that a reader copies."""
+    """Returns the code block of the page that readers copy."""
     blocks = read_blocks(PAGE.read_text(encoding='utf-8'))
     [text] = [block.text for block in blocks if block.language == language and containing in block.text]
     return text
 
 
 def script_of(name: str) -> str:
-    """A file, or the block of the page that contains *name*."""
+    """Returns a launch file, or the code block of the page that contains *name*."""
     path = LAUNCH / name
     return path.read_text(encoding='utf-8') if path.exists() else of_page('bash', name)
 
@@ -289,7 +289,7 @@ def fake(folder: Path, name: str, code: str) -> None:
 
 
 def run_script(script: str, folder: Path) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """Runs a script with the commands in a folder; returns also their calls, but for those that only ask."""
+    """Runs a script with stand-ins for commands, and returns the calls of commands that change state, too."""
     for name in ('scontrol', 'sleep', 'squeue', 'sinfo'):
         if not (folder / name).exists():
             fake(folder, name, '')
@@ -311,10 +311,10 @@ def test_slurm_goes_on_on_the_nodes_that_it_still_has(tmp_path: Path) -> None:
     )
     fake(tmp_path, 'srun', 'echo "LOST_AT=$LOST_AT" >> "$CALLS"; exit $((2 - $(grep -c ^srun "$CALLS")))')
     (tmp_path / 'calls').touch()
-    done, made = run_script('slurm.sbatch', tmp_path)
+    done, commands = run_script('slurm.sbatch', tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == 'start 1 of 10, on 4 nodes, ended with exit code 1\n'
-    first, undisturbed, second, lost = made
+    first, undisturbed, second, lost = commands
     assert ' --nodes=4 --ntasks=32 --nodelist=n1,n2,n3,n4 python -m examples.llama.train ' in first
     assert ' --nodes=3 --ntasks=24 --nodelist=n1,n2,n4 python -m examples.llama.train ' in second
     assert undisturbed == 'LOST_AT='
@@ -331,18 +331,18 @@ def test_slurm_gives_all_tasks_and_starts_one_secret(tmp_path: Path) -> None:
     tokens = []
     for _ in range(2):  # two jobs of one run
         (tmp_path / 'calls').write_text('')
-        done, made = run_script('slurm.sbatch', tmp_path)
+        done, commands = run_script('slurm.sbatch', tmp_path)
         assert done.returncode == 0, done.stderr
-        tokens += [line for line in made if line.startswith('token')]
+        tokens += [line for line in commands if line.startswith('token')]
     assert len(tokens) == 4 and len({*tokens}) == 1
     assert re.fullmatch('token [0-9a-f]{64}', tokens[0])
     [file] = tmp_path.rglob('run_token')
     assert file.stat().st_mode & 0o777 == 0o600
-    assert not any(tokens[0].split()[1] in line for line in made if line.startswith('srun'))
+    assert not any(tokens[0].split()[1] in line for line in commands if line.startswith('srun'))
 
 
 def test_a_tpu_pod_gets_its_secret_as_a_file(tmp_path: Path) -> None:
-    """The stand-in for gcloud copies the file and runs the command here."""
+    """The stand-in for gcloud copies the file and runs the command locally."""
     fake(
         tmp_path,
         'gcloud',
@@ -351,9 +351,9 @@ def test_a_tpu_pod_gets_its_secret_as_a_file(tmp_path: Path) -> None:
         'for last; do [[ $last == --command=* ]] && command=${last#--command=}; done\n'
         'mkdir -p scalax; python() { echo "token $SCALAX_RUN_TOKEN" >> "$CALLS"; }; eval "$command"',
     )
-    done, made = run_script('tpu_pod.sh', tmp_path)
+    done, commands = run_script('tpu_pod.sh', tmp_path)
     assert done.returncode == 0, done.stderr
-    copied, mode, started, token = made
+    copied, mode, started, token = commands
     assert copied.startswith('gcloud compute tpus tpu-vm scp ') and mode == '600'
     assert re.fullmatch('token [0-9a-f]{64}', token)
     assert token.split()[1] not in copied + started
@@ -392,20 +392,20 @@ SCP = 'gcloud compute tpus tpu-vm scp '
 def test_scripts_start_again_what_failed(
     script: str, starter: str, codes: list[int], expected: int, calls: list[str], tmp_path: Path
 ) -> None:
-    """With stand-ins for the commands of the schedulers, which end with these exit codes in turn."""
+    """The stand-ins for the schedulers' commands exit with these codes in turn."""
     fake(
         tmp_path,
         starter,
         f'codes=({" ".join(map(str, codes))}); n=$(grep -c {starter} "$CALLS"); exit ${{codes[n-1]}}',
     )
-    done, made = run_script(script, tmp_path)
+    done, commands = run_script(script, tmp_path)
     assert done.returncode == expected, done.stderr
-    assert len(made) == len(calls)
-    for line, wanted in zip(made, calls, strict=True):
-        assert line.startswith(wanted), line
+    assert len(commands) == len(calls)
+    for line, expected_line in zip(commands, calls, strict=True):
+        assert line.startswith(expected_line), line
     assert all(
         re.search(r'examples\.llama\.train|train\.py', line)
-        for line in made
+        for line in commands
         if line.startswith(starter) and not line.startswith(SCP)
     )
 
@@ -423,7 +423,7 @@ def test_the_jobset_of_the_page_says_which_process_is_which() -> None:
 
 
 def jobset(text: str) -> tuple[dict, dict, dict, dict]:
-    """A JobSet, its job, the spec of that and the container, each checked for what both of ours have."""
+    """Returns a JobSet, its job, the job's spec and the container, after checking the common fields."""
     spec = yaml.safe_load(text)
     [job] = spec['spec']['replicatedJobs']
     pods = job['template']['spec']
@@ -489,15 +489,15 @@ def test_pods_that_are_there_start_without_the_others(
             told = f'{process} {len(first)} host-{first[0]}:1'
             assert running.output(process) == f'pod {index} is process {process} of {len(first)}\n{told}\n'
     for index in late:
-        with started(command, env=[{'JOB_COMPLETION_INDEX': str(index)}]) as one:
-            assert one.wait() == (PREEMPTED,)
-            assert one.output() == f'pod {index} is late: the run has begun on {first}\n'
+        with started(command, env=[{'JOB_COMPLETION_INDEX': str(index)}]) as run:
+            assert run.wait() == (PREEMPTED,)
+            assert run.output() == f'pod {index} is late: the run has begun on {first}\n'
 
 
 def test_every_launch_file_starts_the_example_with_flags_that_it_has() -> None:
-    known = set(re.findall(r"DEFINE_\w+\(\s*'(\w+)'", (ROOT / 'examples/llama/options.py').read_text()))
+    flags = set(re.findall(r"DEFINE_\w+\(\s*'(\w+)'", (ROOT / 'examples/llama/options.py').read_text()))
     for name in ('slurm.sbatch', 'tpu_pod.sh', 'jobset.yaml'):
         text = (LAUNCH / name).read_text()
         text = text.partition('examples.llama.train')[2].partition('  env:')[0]
         used = re.findall(r'--(\w+)=', text.partition('done')[0])
-        assert {'checkpoints', 'output'} <= set(used) <= known | {'zone', 'worker', 'command'}, name
+        assert {'checkpoints', 'output'} <= set(used) <= flags | {'zone', 'worker', 'command'}, name

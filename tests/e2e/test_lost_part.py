@@ -1,4 +1,4 @@
-"""Runs that lose processes for good, at each stage of a start and of a save, and go on on what is left."""
+"""Runs that lose processes at every stage of a start and of a save, and continue on the remaining ones."""
 
 import json
 import os
@@ -63,23 +63,23 @@ def losses(output: Path) -> np.ndarray:
 
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, text: Path) -> np.ndarray:
-    """The losses of one process of eight devices."""
+    """Returns the losses of one process with eight devices."""
     output = tmp_path_factory.mktemp('one')
     flags = [*SMALL, '--strategy=fsdp', '--devices=8', f'--output={output}', '--text', str(text)]
-    with started(['-m', 'examples.llama.train', *flags], env=[compiled()]) as one:
-        assert one.wait() == (0,), one.output()
+    with started(['-m', 'examples.llama.train', *flags], env=[compiled()]) as run:
+        assert run.wait() == (0,), run.output()
     return losses(output)
 
 
 def strike(launcher: Running, where: str, number: signal.Signals) -> None:
-    """Sends a signal to the process that is held there."""
+    """Sends a signal to the process that waits at this point."""
     launcher.wait_for(f'held in {where}')
     index, _, count = where.partition(':')[2].partition('/')
     os.kill(int(dict(IDS.findall(launcher.output())[-int(count) :])[index]), number)
 
 
 def lose(tmp_path: Path, text: Path, wheres: list[str], number: signal.Signals, *flags: str) -> str:
-    """What is said by a run that loses the processes that are held where they are, one after the other."""
+    """Returns the output of a run that loses its waiting processes one after another."""
     command = [
         *SMALL,
         *flags,
@@ -99,18 +99,18 @@ def lose(tmp_path: Path, text: Path, wheres: list[str], number: signal.Signals, 
         return launcher.output()
 
 
-def assert_goes_on(said: str, code: str, lost: list[int]) -> None:
-    """That each loss is said, and that starts on fewer devices reach a step."""
-    found = re.findall(
-        rf'a process ended with {code}; lost: process (\d); \d more starts on (\d) process', said
+def assert_goes_on(output: str, code: str, lost: list[int]) -> None:
+    """Asserts that the run reports each lost process, and reaches a step on fewer devices."""
+    matches = re.findall(
+        rf'a process ended with {code}; lost: process (\d); \d more starts on (\d) process', output
     )
-    assert found == [(str(index), str(3 - place)) for place, index in enumerate(lost)]
-    restarted = re.findall(r'restarted (\d+\.\d) s from the loss to step (\d+): (.*)$', said, re.MULTILINE)
+    assert matches == [(str(index), str(3 - position)) for position, index in enumerate(lost)]
+    restarted = re.findall(r'restarted (\d+\.\d) s from the loss to step (\d+): (.*)$', output, re.MULTILINE)
     for seconds, _, stages in restarted:
         parts = dict(part.rsplit(' ', 1) for part in stages.split(', '))
         assert list(parts) == ['start', 'mesh', 'restore', 'first step']
         assert sum(map(float, parts.values())) == pytest.approx(float(seconds), abs=0.25)
-    resumed = re.findall(r'resumed   after step (\d+)', said) or ['0']  # or nothing was saved
+    resumed = re.findall(r'resumed   after step (\d+)', output) or ['0']  # or nothing was saved
     assert [int(step) for _, step, _ in restarted] == [int(step) + 1 for step in resumed]
 
 
@@ -119,21 +119,21 @@ def test_processes_are_killed_in_a_step_in_a_save_and_in_a_restore(
     tmp_path: Path, text: Path, undisturbed: np.ndarray
 ) -> None:
     wheres = ['step12:2/4', 'save:0/3', 'restore:1/2']
-    said = lose(tmp_path, text, wheres, signal.SIGKILL, '--strategy=fsdp')
-    assert_goes_on(said, 'SIG[A-Z]+', [2, 0, 1])
-    assert re.findall(r'devices   (\d) x cpu', said) == ['8', '6', '4', '2']
-    assert re.findall(r'resumed   after step (\d+)', said) == ['9', '9']
+    output = lose(tmp_path, text, wheres, signal.SIGKILL, '--strategy=fsdp')
+    assert_goes_on(output, 'SIG[A-Z]+', [2, 0, 1])
+    assert re.findall(r'devices   (\d) x cpu', output) == ['8', '6', '4', '2']
+    assert re.findall(r'resumed   after step (\d+)', output) == ['9', '9']
     np.testing.assert_allclose(losses(tmp_path), undisturbed, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_silent_processes_are_given_up(tmp_path: Path, text: Path, undisturbed: np.ndarray) -> None:
     table = '8: fsdp=4,tp=2; 6: fsdp=3,tp=2; 4: fsdp=4'
-    said = lose(
+    output = lose(
         tmp_path, text, ['step12:1/4', 'save:0/3'], signal.SIGSTOP, '--strategy=fsdp_tp', f'--mesh={table}'
     )
-    assert_goes_on(said, 'SIGABRT', [1, 0])
-    assert re.findall(r'Helper\((.*?)\)', said)[:3] == ['fsdp=4, tp=2', 'fsdp=3, tp=2', 'fsdp=4, tp=1']
+    assert_goes_on(output, 'SIGABRT', [1, 0])
+    assert re.findall(r'Helper\((.*?)\)', output)[:3] == ['fsdp=4, tp=2', 'fsdp=3, tp=2', 'fsdp=4, tp=1']
     np.testing.assert_allclose(losses(tmp_path), undisturbed, atol=1e-5)
 
 
@@ -141,7 +141,7 @@ def test_silent_processes_are_given_up(tmp_path: Path, text: Path, undisturbed: 
 def test_the_mesh_is_searched_by_all_that_are_left(
     tmp_path: Path, text: Path, undisturbed: np.ndarray
 ) -> None:
-    said = lose(tmp_path, text, ['start:3/4'], signal.SIGKILL, '--strategy=fsdp_tp', '--mesh=search')
-    assert_goes_on(said, 'SIGKILL', [3])
-    assert len(re.findall(r'6 x cpu, MeshShardingHelper\(fsdp=\d, tp=\d\)', said)) == 1
+    output = lose(tmp_path, text, ['start:3/4'], signal.SIGKILL, '--strategy=fsdp_tp', '--mesh=search')
+    assert_goes_on(output, 'SIGKILL', [3])
+    assert len(re.findall(r'6 x cpu, MeshShardingHelper\(fsdp=\d, tp=\d\)', output)) == 1
     np.testing.assert_allclose(losses(tmp_path), undisturbed, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Everything that a NamedSharding carries works through scalax, and each check of one names the leaf."""
+"""NamedShardings with all their features in scalax, and errors that name the leaf."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def named(helper: MeshShardingHelper, spec: PartitionSpec, **options: Any) -> Na
 @pytest.mark.parametrize('spec', [P(('a', 'b')), P(('b', 'a')), P(None, ('b', 'a')), P(('a',), 'b')])
 def test_tuples_of_axes_lie_in_their_order(helper: MeshShardingHelper, spec: PartitionSpec) -> None:
     placed = helper.shard(NUMBERS, spec)
-    wanted = NamedSharding(helper.mesh, spec).devices_indices_map((8, 8))
-    assert {shard.device: shard.index for shard in placed.addressable_shards} == wanted
+    expected = NamedSharding(helper.mesh, spec).devices_indices_map((8, 8))
+    assert {shard.device: shard.index for shard in placed.addressable_shards} == expected
     step = helper.sjit(lambda x: x + 1, in_shardings=spec, out_shardings=spec)
-    assert step(NUMBERS).sharding.devices_indices_map((8, 8)) == wanted
+    assert step(NUMBERS).sharding.devices_indices_map((8, 8)) == expected
     np.testing.assert_array_equal(helper.gather(placed), NUMBERS)
 
 
@@ -81,19 +81,19 @@ def test_memory_kinds(helper: MeshShardingHelper) -> None:
 
 @each_mesh
 def test_with_memory_kind_and_update(helper: MeshShardingHelper) -> None:
-    found = helper.match_sharding_rule({'w': P('a')}, {'w': NUMBERS})['w']
-    host = found.with_memory_kind('pinned_host')
+    sharding = helper.match_sharding_rule({'w': P('a')}, {'w': NUMBERS})['w']
+    host = sharding.with_memory_kind('pinned_host')
     assert helper.shard(NUMBERS, host).sharding == host
-    turned = found.update(spec=P(None, 'b'))
+    turned = sharding.update(spec=P(None, 'b'))
     assert helper.shard(NUMBERS, turned).sharding == turned
-    assert helper.shard(NUMBERS, host.update(memory_kind='device')).sharding == found
+    assert helper.shard(NUMBERS, host.update(memory_kind='device')).sharding == sharding
 
 
 @each_mesh
 def test_equality_and_hashing(helper: MeshShardingHelper) -> None:
     specs = [P('a'), P('a', None), P(('a',)), P(('a',), ())]
     resolved = helper.match_sharding_rule(specs, [NUMBERS] * 4)
-    assert len(set(resolved)) == len({id(each) for each in resolved}) == 1
+    assert len(set(resolved)) == len({id(sharding) for sharding in resolved}) == 1
     assert resolved[0] == named(helper, P('a'))
     # What is equal, compiles nothing anew and is no mismatch.
     again = MeshShardingHelper([4, 2], ['a', 'b'], axis_types=helper.axis_types)
@@ -106,16 +106,16 @@ def test_equality_and_hashing(helper: MeshShardingHelper) -> None:
 def test_abstract_meshes(helper: MeshShardingHelper) -> None:
     mesh = helper.mesh.abstract_mesh
     abstract = MeshShardingHelper.from_mesh(mesh)
-    found = abstract.match_sharding_rule(P('a', 'b'), NUMBERS)
-    assert found == NamedSharding(mesh, P('a', 'b'))
-    assert isinstance(found.mesh, AbstractMesh)
+    sharding = abstract.match_sharding_rule(P('a', 'b'), NUMBERS)
+    assert sharding == NamedSharding(mesh, P('a', 'b'))
+    assert isinstance(sharding.mesh, AbstractMesh)
     # A sharding of the abstract mesh is a rule for the mesh with devices, and the other way round.
-    assert helper.shard(NUMBERS, found).sharding == named(helper, P('a', 'b'))
+    assert helper.shard(NUMBERS, sharding).sharding == named(helper, P('a', 'b'))
     assert abstract.match_sharding_rule(named(helper, P('b')), NUMBERS) == NamedSharding(mesh, P('b'))
 
 
 def matmul(x: jax.Array, y: jax.Array) -> jax.Array:
-    """A product of which each device has a part of the sum."""
+    """A matmul whose result is a partial sum on each device."""
     return jnp.einsum('ij,jk->ik', x, y, out_sharding=P('a', None, unreduced={'b'}))
 
 
@@ -128,10 +128,10 @@ def test_unreduced_axes() -> None:
     rule = P('a', unreduced={'b'})
     out = EXPLICIT.sjit(matmul, in_shardings=specs, out_shardings=rule)(NUMBERS, NUMBERS)
     assert out.sharding.spec.unreduced == {'b'}
-    for given in (None, rule):  # as an argument, and reduced where a constraint says so
-        whole = EXPLICIT.sjit(lambda x: with_sharding_constraint(x, P('a')), in_shardings=given)
-        np.testing.assert_allclose(whole(parts), NUMBERS @ NUMBERS)
-        assert_collectives(whole, parts, all_reduce={'b': 1})
+    for rules in (None, rule):  # as an argument, and reduced where a constraint says so
+        reduce_sum = EXPLICIT.sjit(lambda x: with_sharding_constraint(x, P('a')), in_shardings=rules)
+        np.testing.assert_allclose(reduce_sum(parts), NUMBERS @ NUMBERS)
+        assert_collectives(reduce_sum, parts, all_reduce={'b': 1})
     scattered = EXPLICIT.sjit(lambda x: with_sharding_constraint(x, P('a', 'b')))
     np.testing.assert_allclose(scattered(parts), NUMBERS @ NUMBERS)
     assert scattered(parts).sharding.spec == P('a', 'b')
@@ -292,15 +292,15 @@ MOVES = {
 @pytest.mark.medium
 @pytest.mark.parametrize('spec', MOVES.values(), ids=MOVES)
 def test_moving_an_unreduced_array_keeps_its_sum(spec: PartitionSpec) -> None:
-    tree, whole = {'grads': {'w': unreduced()}}, NUMBERS @ NUMBERS
+    tree, summed = {'grads': {'w': unreduced()}}, NUMBERS @ NUMBERS
     moved = EXPLICIT.shard(tree, spec)['grads']['w']
     assert moved.sharding.is_equivalent_to(named(EXPLICIT, spec), 2)
     step = EXPLICIT.sjit(lambda tree: tree, in_shardings=spec, on_mismatch='reshard')
     out = step(tree)['grads']['w']
     assert out.sharding.is_equivalent_to(named(EXPLICIT, spec), 2)
-    for each in (moved, out):
-        np.testing.assert_array_equal(EXPLICIT.gather({'w': each})['w'], whole)
-        assert jax.typeof(each).sharding.spec.unreduced == spec.unreduced
+    for array in (moved, out):
+        np.testing.assert_array_equal(EXPLICIT.gather({'w': array})['w'], summed)
+        assert jax.typeof(array).sharding.spec.unreduced == spec.unreduced
 
 
 @pytest.mark.medium
@@ -334,18 +334,18 @@ PLACES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize('given', PLACES.values(), ids=PLACES)
-def test_any_array_is_made_unreduced(given: Callable[[], Any]) -> None:
-    x = given()
+@pytest.mark.parametrize('make_array', PLACES.values(), ids=PLACES)
+def test_any_array_is_made_unreduced(make_array: Callable[[], Any]) -> None:
+    x = make_array()
     spec = P('a', unreduced={'b'}) if np.ndim(x) else P(unreduced={'b'})
     placed = EXPLICIT.shard({'w': x}, spec)['w']
     assert placed.sharding.is_equivalent_to(named(EXPLICIT, spec), np.ndim(x))
     assert (placed.dtype, placed.weak_type) == (jnp.asarray(x).dtype, np.ndim(x) == 0)
     np.testing.assert_array_equal(EXPLICIT.gather(placed), x)
-    whole = EXPLICIT.sjit(
+    reduce_sum = EXPLICIT.sjit(
         lambda w: with_sharding_constraint(w, P()), in_shardings=spec, on_mismatch='reshard'
     )
-    np.testing.assert_array_equal(whole(x), x)
+    np.testing.assert_array_equal(reduce_sum(x), x)
 
 
 def test_one_place_has_the_value_and_the_others_zeros() -> None:
@@ -360,11 +360,11 @@ UNREDUCED, REDUCED = P('a', unreduced={'b'}), P('a', reduced={'b'})
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    'given', [unreduced, lambda: NUMBERS, PLACES['elsewhere']], ids=['parts', 'host', 'off']
+    'make_array', [unreduced, lambda: NUMBERS, PLACES['elsewhere']], ids=['parts', 'host', 'off']
 )
-def test_blocks_of_unreduced_arrays_are_parts_of_sums(given: Callable[[], Any]) -> None:
-    x = given()
-    whole = EXPLICIT.gather(x)
+def test_blocks_of_unreduced_arrays_are_parts_of_sums(make_array: Callable[[], Any]) -> None:
+    x = make_array()
+    summed = EXPLICIT.gather(x)
     kinds = []
 
     def total(block: jax.Array) -> jax.Array:
@@ -372,16 +372,16 @@ def test_blocks_of_unreduced_arrays_are_parts_of_sums(given: Callable[[], Any]) 
         return jax.lax.psum(block, 'b')
 
     mapped = EXPLICIT.shard_map(total, UNREDUCED, P('a'))
-    np.testing.assert_array_equal(mapped(x), whole)
+    np.testing.assert_array_equal(mapped(x), summed)
     for rule in (UNREDUCED, P('b')):  # what comes as something else is made so inside
         step = EXPLICIT.sjit(mapped, in_shardings=rule, on_mismatch='reshard')
-        np.testing.assert_array_equal(step(x), whole)
+        np.testing.assert_array_equal(step(x), summed)
     parts = EXPLICIT.shard(x, UNREDUCED)
-    np.testing.assert_array_equal(EXPLICIT.shard_map(total, None, P('a'))(parts), whole)  # as its type says
+    np.testing.assert_array_equal(EXPLICIT.shard_map(total, None, P('a'))(parts), summed)  # as its type says
     assert set(kinds) == {'float32[2,8]{V:a, U:b}'}
     same = EXPLICIT.shard_map(lambda block: block, UNREDUCED, UNREDUCED)(parts)
     assert jax.typeof(same).sharding.spec.unreduced == {'b'}
-    np.testing.assert_array_equal(EXPLICIT.gather(same), whole)
+    np.testing.assert_array_equal(EXPLICIT.gather(same), summed)
 
 
 def test_blocks_of_reduced_arrays() -> None:
@@ -400,13 +400,13 @@ def test_complex_numbers_are_not_made_unreduced() -> None:
         '  (the leaf itself): complex64[8, 8]',
         '    complex numbers cannot be placed as terms of a sum',
     ]
-    for given, what in (
+    for array, what in (
         (1j * NUMBERS, 'complex numbers'),
         (jax.random.split(jax.random.key(0), 8), 'PRNG keys'),
     ):
         step = EXPLICIT.sjit(lambda x: with_sharding_constraint(x, P('a', unreduced={'b'})))
         with pytest.raises(ShardingError, match=f'{what} cannot be placed as terms of a sum'):
-            step(given)
+            step(array)
     # Sums of them are made as any others.
     parts = EXPLICIT.sjit(matmul, in_shardings=(P('a', 'b'), P('b')))(1j * NUMBERS, NUMBERS)
     np.testing.assert_array_equal(EXPLICIT.gather(parts), 1j * NUMBERS @ NUMBERS)
@@ -417,9 +417,9 @@ def test_complex_numbers_are_not_made_unreduced() -> None:
 )
 def test_only_sums_are_made() -> None:
     spec = P('a', unreduced={'b'}, unreduced_kind=jax.sharding.UnreducedKind.max)
-    for given in (NUMBERS, unreduced()):
+    for array in (NUMBERS, unreduced()):
         with pytest.raises(ShardingError, match='arrays cannot be placed as terms of a max'):
-            EXPLICIT.shard(given, spec)
+            EXPLICIT.shard(array, spec)
 
 
 def test_an_unreduced_argument_is_no_other() -> None:

@@ -1,4 +1,4 @@
-"""The programs of examples/ops: what they print."""
+"""The programs of examples/ops, and their output."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ ROWS, WIDTH, VOCABULARY = 4096, 2048, 131_072
 
 
 def plan_on_tpus(kind: AxisType, *, quick: bool = False) -> Plan:
-    """A plan of the loss and its gradients on two by four chips."""
+    """Returns the plan of the loss and its gradients on 2x4 chips."""
     helper = MeshShardingHelper.from_topology('v5e:4x2', [2, 4], ['data', 'tp'], axis_types=kind)
     step = helper.sjit(
         jax.value_and_grad(lambda *args: cross_entropy(*args).mean(), argnums=(0, 1)),
@@ -108,7 +108,7 @@ def test_no_device_holds_the_logits_of_its_rows() -> None:
 @tpu_compiler.needed
 @pytest.mark.parametrize('quick', [True, False])
 def test_over_auto_axes_the_compiler_of_tpus_is_not_told(quick: bool) -> None:
-    """A quick plan does not reach the compiler's error: it would count gathers of whole arrays."""
+    """A quick plan would count gathers of global arrays instead of reaching the compiler's error."""
     with pytest.raises(PlanError, match='has an operation with custom_partitioning, which') as raised:
         plan_on_tpus(AxisType.Auto, quick=quick)
     assert 'axis_types=AxisType.Explicit' in str(raised.value)

@@ -1,4 +1,4 @@
-"""examples/ring_attention.py: as on one device, and nothing sent but around the ring."""
+"""examples/ring_attention.py: results as on one device, and no communication except along the ring."""
 
 import functools
 
@@ -39,32 +39,32 @@ def loss(attend, inputs):
 @pytest.mark.slow
 @pytest.mark.parametrize('helper', HELPERS.values(), ids=HELPERS)
 def test_values_and_gradients_are_those_of_one_device(helper, rng):
-    given = inputs(rng)
+    qkv = inputs(rng)
     attend = ring_attention.sharded_attention(helper)
-    on_all = helper.sjit(lambda given: attend(*given), in_shardings=SEQUENCES)
-    np.testing.assert_allclose(on_all(given), on_one_device(*given), atol=1e-5)
+    on_all = helper.sjit(lambda qkv: attend(*qkv), in_shardings=SEQUENCES)
+    np.testing.assert_allclose(on_all(qkv), on_one_device(*qkv), atol=1e-5)
     gradient = helper.sjit(jax.grad(functools.partial(loss, attend)), in_shardings=SEQUENCES)
-    expected = jax.jit(jax.grad(functools.partial(loss, ring_attention.attention)))(given)
-    for mine, theirs in zip(gradient(given), expected, strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    expected = jax.jit(jax.grad(functools.partial(loss, ring_attention.attention)))(qkv)
+    for actual, desired in zip(gradient(qkv), expected, strict=True):
+        np.testing.assert_allclose(actual, desired, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_nothing_is_sent_but_around_the_ring(rng):
-    given = inputs(rng)
+    qkv = inputs(rng)
     for helper in (HELPERS['auto'], HELPERS['explicit'], HELPERS['two axes']):
         attend = ring_attention.sharded_attention(helper)
         steps = helper.mesh.shape['sp'] - 1
-        forward = helper.sjit(lambda given, attend=attend: attend(*given), in_shardings=SEQUENCES)
+        forward = helper.sjit(lambda qkv, attend=attend: attend(*qkv), in_shardings=SEQUENCES)
         permutes = {'sp': 2 * steps}  # keys, values
-        assert_collectives(forward, given, collective_permute=permutes, **NOTHING_ELSE)
+        assert_collectives(forward, qkv, collective_permute=permutes, **NOTHING_ELSE)
         gradient = helper.sjit(jax.grad(functools.partial(loss, attend)), in_shardings=SEQUENCES)
         permutes = {'sp': 2 * steps + 4 * steps + 2}  # and with them their gradients, which also go home
-        assert_collectives(gradient, given, collective_permute=permutes, **NOTHING_ELSE)
+        assert_collectives(gradient, qkv, collective_permute=permutes, **NOTHING_ELSE)
 
 
 def jax_gathers(mesh):
-    """Whether ``jax.shard_map`` gathers arrays along Explicit axes that are not manual, as in JAX 0.10.2."""
+    """Whether ``jax.shard_map`` gathers along Explicit axes that are not manual, as in JAX 0.10.2."""
     mapped = jax.shard_map(
         lambda x: 2 * x, mesh=mesh, in_specs=P(None, 'sp'), out_specs=P(None, 'sp'), axis_names={'sp'}
     )
@@ -86,49 +86,49 @@ BATCHES, HEADS = P('dp', 'sp'), P(None, 'sp', 'dp')
     ],
 )
 def test_what_is_split_along_another_axis_stays_split(types, spec, rng):
-    given = inputs(rng)
+    qkv = inputs(rng)
     helper = MeshShardingHelper([2, 4], ['dp', 'sp'], axis_types=types)
     attend = ring_attention.sharded_attention(helper)
-    forward = helper.sjit(lambda given: attend(*given), in_shardings=spec)
-    result = forward(given)
-    np.testing.assert_allclose(result, on_one_device(*given), atol=1e-5)
+    forward = helper.sjit(lambda qkv: attend(*qkv), in_shardings=spec)
+    result = forward(qkv)
+    np.testing.assert_allclose(result, on_one_device(*qkv), atol=1e-5)
     assert result.sharding.is_equivalent_to(helper.match_sharding_rule(spec, result), 4)
     if types is AxisType.Explicit and jax_gathers(helper.mesh):
         return
     gradient = helper.sjit(jax.grad(functools.partial(loss, attend)), in_shardings=spec)
     for fun, count in ((forward, 6), (gradient, 20)):
         along = {'sp': count, 'dp': 0, ('dp', 'sp'): 0}
-        assert_collectives(fun, given, collective_permute=along, **NOTHING_ELSE)
+        assert_collectives(fun, qkv, collective_permute=along, **NOTHING_ELSE)
 
 
 @pytest.mark.slow
 def test_narrow_floats_have_narrow_gradients(rng):
-    given = inputs(rng, jnp.bfloat16)
+    qkv = inputs(rng, jnp.bfloat16)
     attend = ring_attention.sharded_attention(HELPERS['auto'])
-    gradients = HELPERS['auto'].sjit(jax.grad(lambda given: attend(*given).astype(jnp.float32).sum()))(given)
-    wide = jax.grad(lambda given: ring_attention.attention(*given).sum())(
-        [np.asarray(x, np.float32) for x in given]
+    gradients = HELPERS['auto'].sjit(jax.grad(lambda qkv: attend(*qkv).astype(jnp.float32).sum()))(qkv)
+    wide = jax.grad(lambda qkv: ring_attention.attention(*qkv).sum())(
+        [np.asarray(x, np.float32) for x in qkv]
     )
-    for mine, theirs in zip(gradients, wide, strict=True):
-        assert mine.dtype == jnp.bfloat16
-        np.testing.assert_allclose(np.asarray(mine, np.float32), theirs, atol=0.05)
+    for actual, desired in zip(gradients, wide, strict=True):
+        assert actual.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(actual, np.float32), desired, atol=0.05)
 
 
 @pytest.mark.medium
 def test_large_scores_do_not_overflow(rng):
-    given = inputs(rng, scale=100.0)
+    qkv = inputs(rng, scale=100.0)
     attend = ring_attention.sharded_attention(HELPERS['auto'])
-    np.testing.assert_allclose(attend(*given), ring_attention.attention(*given), atol=1e-3)
-    gradients = HELPERS['auto'].sjit(jax.grad(functools.partial(loss, attend)))(given)
+    np.testing.assert_allclose(attend(*qkv), ring_attention.attention(*qkv), atol=1e-3)
+    gradients = HELPERS['auto'].sjit(jax.grad(functools.partial(loss, attend)))(qkv)
     assert all(np.isfinite(np.asarray(gradient)).all() for gradient in gradients)
 
 
 @pytest.mark.medium
 def test_narrow_floats_are_summed_in_wide_ones(rng):
-    given = inputs(rng, jnp.bfloat16)
-    result = ring_attention.sharded_attention(HELPERS['auto'])(*given)
+    qkv = inputs(rng, jnp.bfloat16)
+    result = ring_attention.sharded_attention(HELPERS['auto'])(*qkv)
     assert result.dtype == jnp.bfloat16
-    wide = ring_attention.attention(*[np.asarray(x, np.float32) for x in given])
+    wide = ring_attention.attention(*[np.asarray(x, np.float32) for x in qkv])
     np.testing.assert_allclose(np.asarray(result, np.float32), wide, atol=0.02)
 
 

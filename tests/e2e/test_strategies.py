@@ -1,4 +1,4 @@
-"""Sharding changes where things lie and nothing else: every strategy of the example, on 1 to 8 devices."""
+"""All sharding strategies of the example give equal results, on 1 to 8 devices."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIMIZER = OptimizerConfig(steps=STEPS, warmup=2)
 
 @pytest.fixture(scope='module', autouse=True)
 def compile_quickly() -> Iterator[None]:
-    """Compiling is most of the work here, and how well says nothing about where things lie."""
+    """Compilation takes most of the time here, and optimizations do not change shardings."""
     before = jax.config.read('jax_disable_most_optimizations')
     jax.config.update('jax_disable_most_optimizations', True)
     yield
@@ -50,7 +50,7 @@ def batches() -> list[np.ndarray]:
 
 @functools.cache
 def unsharded(model: ModelConfig = MODEL) -> tuple[list[float], TrainState]:
-    """The run that all others must repeat: plain `jax.jit`, one device, no scalax."""
+    """The reference run: `jax.jit` on one device, without scalax."""
     optimizer = make_optimizer(OPTIMIZER)
     state = jax.jit(make_init(model, optimizer))(jax.random.key(SEED))
     train_step = jax.jit(make_train_step(model, optimizer))
@@ -63,7 +63,7 @@ def unsharded(model: ModelConfig = MODEL) -> tuple[list[float], TrainState]:
 
 @functools.cache
 def unsharded_evaluation() -> np.ndarray:
-    """What `unsharded` has reached."""
+    """The evaluation of the final state of `unsharded`."""
     evaluate = jax.jit(functools.partial(sequence_losses, model=MODEL))
     return np.asarray(evaluate(unsharded()[1].params, batches()[0]))
 
@@ -93,7 +93,7 @@ def train(trainer: Trainer, state: TrainState) -> tuple[TrainState, list[float]]
 
 
 def assert_placed(trainer: Trainer, state: TrainState) -> None:
-    """Every leaf of the state lies where the strategy's rule says."""
+    """Asserts that every leaf of the state has the sharding of the strategy's rule."""
     asked = trainer.helper.match_sharding_rule(trainer.strategy.state, state)
     for (path, leaf), sharding in zip(path_to_leaf(state).items(), jax.tree.leaves(asked), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (path, leaf.sharding, sharding)
@@ -161,8 +161,10 @@ def test_pipeline_stages_repeat_the_unsharded_run(name: str, capfd: pytest.Captu
     for path, leaf in path_to_leaf(state._replace(rng=None)).items():
         np.testing.assert_allclose(leaf, expected_leaves[path], rtol=1e-3, atol=1e-5, err_msg=path)
     evaluation = trainer.sequence_losses(state.params, trainer.to_devices(batches()[0]))
-    whole = jax.jit(functools.partial(sequence_losses, model=MODEL))
-    np.testing.assert_allclose(evaluation, whole(jax.device_get(state.params), batches()[0]), rtol=1e-5)
+    unsharded_losses = jax.jit(functools.partial(sequence_losses, model=MODEL))
+    np.testing.assert_allclose(
+        evaluation, unsharded_losses(jax.device_get(state.params), batches()[0]), rtol=1e-5
+    )
     assert 'Involuntary full rematerialization' not in capfd.readouterr().err
 
 
@@ -238,8 +240,8 @@ def test_no_device_ever_holds_a_whole_state_that_is_split() -> None:
     trainer = make_trainer('fsdp', 8)
     memory = trainer.init.lower(jax.random.key(SEED)).compile().memory_analysis()
     state = jax.eval_shape(make_init(MODEL, make_optimizer(OPTIMIZER)), jax.random.key(SEED))
-    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < whole / 4
+    state_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < state_bytes / 4
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES.values(), ids=STRATEGIES)

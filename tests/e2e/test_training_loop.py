@@ -1,4 +1,4 @@
-"""The program of docs/training_loop.md, on two processes: losses are those that the page shows, of one."""
+"""The program of docs/training_loop.md on two processes: the losses are those that the page shows."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ EVALUATED = re.compile(r'^(\d+) eval_loss=(\S+)$', re.MULTILINE)
 
 
 def program(folder: Path) -> str:
-    """The blocks of the page for plain JAX, up to 20 steps in another folder."""
+    """Returns the page's code blocks for plain JAX, with 20 steps and another folder."""
     blocks = [block.text for block in read_blocks(PAGE) if block.is_python]
     [end] = [number for number, block in enumerate(blocks) if CALLED in block]
     text = '\n'.join(blocks[: end + 1])

@@ -1,4 +1,4 @@
-"""The examples on several processes, as a user runs them: the same losses, and the same after every fault."""
+"""The examples on several processes: the same losses as on one, also after faults."""
 
 import json
 import os
@@ -52,7 +52,7 @@ IDS = re.compile(r'^launcher: process (\d) has id (\d+)$', re.MULTILINE)
 
 @pytest.fixture(scope='module', autouse=True)
 def one_folder_for_what_is_compiled() -> Iterator[None]:
-    """All trainings here are of the same model."""
+    """Shares a compilation cache, because all runs train the same model."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in compiled().items():
             patch.setenv(name, value)
@@ -75,7 +75,7 @@ def paced(output: Path, text: Path, *flags: str) -> list[str]:
 
 
 class Gate:
-    """How far a training may go that is `paced`."""
+    """Limits the number of steps of a `paced` training run."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self._path = folder / 'gate'
@@ -94,15 +94,15 @@ def losses(output: Path) -> np.ndarray:
 
 @pytest.fixture(scope='module')
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, text: Path) -> np.ndarray:
-    """The losses of one process, without checkpoints; on eight devices, as the runs below that end on one."""
+    """Returns the losses of one process with eight devices, without checkpoints."""
     output = tmp_path_factory.mktemp('one')
-    with started(train(output, text, '--devices=8')) as one:
-        assert one.wait() == (0,), one.output()
+    with started(train(output, text, '--devices=8')) as run:
+        assert run.wait() == (0,), run.output()
     return losses(output)
 
 
 def ids(launcher: Running) -> dict[int, int]:
-    """The processes that were started last."""
+    """Returns the ids of the last started processes."""
     return {int(index): int(pid) for index, pid in IDS.findall(launcher.output())[-2:]}
 
 
@@ -153,16 +153,16 @@ def test_kills_and_sigterm_and_another_number_of_processes_give_the_losses_of_on
     assert not (tmp_path / 'numbers.json').exists()
     # On one process now, and on other devices.
     program = train(tmp_path, text, *flags)
-    with started([*program, '--devices=8']) as one:
-        assert one.wait() == (0,), one.output()
-        assert f'resumed   after step {step}\n' in one.output()
+    with started([*program, '--devices=8']) as run:
+        assert run.wait() == (0,), run.output()
+        assert f'resumed   after step {step}\n' in run.output()
     assert len(losses(tmp_path)) == 30
     np.testing.assert_allclose(losses(tmp_path), undisturbed, atol=1e-5)
     # Another run is not mixed up with it.
     with started([*program, '--devices=8', '--seed=1']) as other:
         assert other.wait() == (2,)
-        said = other.output().partition('error: ')[2]
-    assert said == (
+        message = other.output().partition('error: ')[2]
+    assert message == (
         f'--checkpoints {saved} holds another run:\n'
         '  seed is 1, and was 0\n'
         'Give the flags of that run to continue it, or another folder to start a new one.\n'
@@ -191,7 +191,7 @@ def test_a_kill_before_it_is_written_down_which_run_it_is(
 
 @pytest.mark.medium
 def test_an_error_in_one_process_ends_all(tmp_path: Path, text: Path) -> None:
-    """Without the launcher's help: nobody waits for the shutdown timeout of a minute."""
+    """The processes end without the launcher, and do not wait for the shutdown timeout."""
     code = """
 import os, sys
 from examples.llama import train
@@ -212,17 +212,17 @@ app.run(train.main)
 @pytest.mark.slow
 def test_a_run_without_checkpoints_ends_at_sigterm(tmp_path: Path, text: Path) -> None:
     gate = Gate(tmp_path, 3)
-    with started(paced(tmp_path, text), env=[gate.env]) as one:
-        one.wait_for('waits at 4')
-        one.processes[0].terminate()
+    with started(paced(tmp_path, text), env=[gate.env]) as run:
+        run.wait_for('waits at 4')
+        run.processes[0].terminate()
         gate.open()
-        assert one.wait() == (PREEMPTED,), one.output()
-        assert 'Told to end: not saved (no --checkpoints) after step' in one.output()
+        assert run.wait() == (PREEMPTED,), run.output()
+        assert 'Told to end: not saved (no --checkpoints) after step' in run.output()
 
 
 @pytest.mark.slow
 def test_faults() -> None:
-    """The short form of `make faults`: processes are killed, or lost, in a save too; a job is not ended."""
+    """A short form of `make faults`: processes are killed or lost, also during a save."""
     counts = ['--kills=2', '--orphans=1', '--losses=1']
     with started(['scripts/faults.py', *counts, '--seed=5', '--minutes=8']) as faults:
         assert faults.wait() == (0,), faults.output()
@@ -249,26 +249,26 @@ def numbers(rows: slice | np.ndarray = slice(None)) -> grain_input.grain.Dataset
 
 
 def test_grain_gives_each_process_its_rows_of_the_same_batches() -> None:
-    whole = [batch['label'] for batch in numbers()]
-    assert len(whole) == 6 and all(batch.shape == (8,) for batch in whole)
-    epochs = np.concatenate(whole)
+    batches = [batch['label'] for batch in numbers()]
+    assert len(batches) == 6 and all(batch.shape == (8,) for batch in batches)
+    epochs = np.concatenate(batches)
     assert sorted(epochs[:20]) == sorted(epochs[20:40]) == list(range(20))  # each digit once an epoch
     assert (epochs[:20] != epochs[20:40]).any() and (epochs[:20] != np.arange(20)).any()
     for rows in (slice(0, 4), slice(4, 8), np.array([0, 2, 3, 7])):
-        for own, batch in zip(numbers(rows), whole, strict=True):
-            np.testing.assert_array_equal(own['label'], batch[rows])
+        for local_batch, batch in zip(numbers(rows), batches, strict=True):
+            np.testing.assert_array_equal(local_batch['label'], batch[rows])
 
 
 @pytest.mark.medium
 def test_grain_goes_on_at_the_batch_behind_its_state() -> None:
-    whole = [batch['label'] for batch in numbers(slice(0, 4))]
+    batches = [batch['label'] for batch in numbers(slice(0, 4))]
     for count in range(6):
         first, again = numbers(slice(0, 4)), numbers(slice(0, 4))
         for _ in range(count):
             next(first)
         again.set_state(json.loads(json.dumps(first.get_state())))
-        for own, batch in zip(again, whole[count:], strict=True):
-            np.testing.assert_array_equal(own['label'], batch)
+        for next_batch, batch in zip(again, batches[count:], strict=True):
+            np.testing.assert_array_equal(next_batch['label'], batch)
 
 
 @pytest.mark.slow
@@ -284,15 +284,15 @@ def test_a_run_on_grain_goes_on_as_if_it_had_not_been_ended(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_grain_on_two_processes(tmp_path: Path) -> None:
-    with started(['-m', 'examples.grain_input', '--steps=30']) as one:
-        assert one.wait() == (0,), one.output()
-        straight = one.output().splitlines()[-1]
+    with started(['-m', 'examples.grain_input', '--steps=30']) as run:
+        assert run.wait() == (0,), run.output()
+        straight = run.output().splitlines()[-1]
     saved = tmp_path / 'saved'
     program = ['-m', 'examples.grain_input', '--steps=30', f'--checkpoints={saved}']
-    for flags, wanted in (
+    for flags, expected in (
         (['--stop_after=13'], 'steps 0 to 13: '),
         ([], straight.replace('steps 0', 'steps 13')),
     ):
         with started([*LAUNCH, *program, *flags]) as two:
             assert two.wait() == (0,), two.output()
-            assert wanted in two.output()
+            assert expected in two.output()

@@ -1,7 +1,7 @@
-"""Weak types: a state that goes through any call comes back with the types that its step was compiled for.
+"""Weak types: state keeps the types that its step was compiled for through every call.
 
-A counter that begins as the Python number 0 is an array of a weak type in a state. If a call returned it with
-a strong type, the next step would be compiled again, and numbers of the model could get another dtype.
+A counter that starts as the Python number 0 is an array with a weak type. If a call returned it with a strong
+type, the next step would be compiled again, and values could get other dtypes.
 """
 
 import threading
@@ -74,7 +74,7 @@ def received(helper: MeshShardingHelper, state: Any) -> Any:
 
 @pytest.fixture(scope='module', params=[AxisType.Auto, AxisType.Explicit], ids=str)
 def training(request: pytest.FixtureRequest) -> tuple[MeshShardingHelper, Any, Any]:
-    """A helper, a state after two steps of training, and the compiled step."""
+    """Returns a helper, the state after two training steps, and the compiled step."""
     helper = MeshShardingHelper([8], ['fsdp'], axis_types=request.param)
     step = helper.sjit(train_step, in_shardings=(RULE, P('fsdp')), out_shardings=RULE)
     state = helper.sjit(init, out_shardings=RULE)()

@@ -1,4 +1,4 @@
-"""A program of a user: it passes what ``mypy --strict`` asks, and runs (tests/test_types.py)."""
+"""A user's program that passes ``mypy --strict`` and runs (tests/test_types.py)."""
 
 import functools
 import tempfile

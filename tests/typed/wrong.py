@@ -1,4 +1,4 @@
-"""Wrong uses of the program: where mypy finds no such error, it says that the comment is not needed."""
+"""Type errors: mypy reports an unused comment for each line where it does not find the expected error."""
 
 import jax.numpy as jnp
 
