@@ -40,11 +40,11 @@ def backward(query, key, value, bias, _, lengths, *others, **params):
 
 
 def primitive(name, function, types):
-    made = Primitive(name)
-    made.multiple_results = True
-    made.def_abstract_eval(lambda *operands, **params: types(*operands))
-    mlir.register_lowering(made, mlir.lower_fun(function, multiple_results=True))
-    return made
+    new_primitive = Primitive(name)
+    new_primitive.multiple_results = True
+    new_primitive.def_abstract_eval(lambda *operands, **params: types(*operands))
+    mlir.register_lowering(new_primitive, mlir.lower_fun(function, multiple_results=True))
+    return new_primitive
 
 
 def forward_types(query, *others):
@@ -74,8 +74,8 @@ def attention(*qkv, bias=NOTHING, lengths=NOTHING, offsets=NOTHING, **params):
 
     def gradients(saved, grad):
         *qkvb, rest, out = saved
-        found = BACKWARD.bind(*qkvb, *others, rest, out, grad, **params)
-        return [*found, jnp.zeros(0)][:4]
+        results = BACKWARD.bind(*qkvb, *others, rest, out, grad, **params)
+        return [*results, jnp.zeros(0)][:4]
 
     attend.defvjp(run, gradients)
     return attend(*qkv, bias)
@@ -139,12 +139,14 @@ def test_another_axis_shards_the_heads(name):
 
     def fun(w, x):
         qkv = [jnp.einsum('btnh,nhk->btnk', x, w[name]) for name in 'qkv']
-        return attention(*qkv, **{each: w[each] for each in w if each == 'bias'})
+        return attention(*qkv, **{equation: w[equation] for equation in w if equation == 'bias'})
 
     weights = {name: array(HEADS, WIDTH, WIDTH) for name in 'qkv'} | APART[name][0]
-    specs = [P(None, 'tp') if each == 'bias' else P('tp', 'fsdp') for each in sorted(weights)]
+    specs = [P(None, 'tp') if equation == 'bias' else P('tp', 'fsdp') for equation in sorted(weights)]
     step, run = partitioned(with_gradient(fun), weights, X, TP, specs=specs)
     assert_equal(run(), jax.jit(with_gradient(fun))(weights, X))
-    for each in all_equations(step.jaxpr):
-        if each.primitive in (FORWARD, BACKWARD):
-            assert [shape_of(atom) for atom in each.invars[:3]] == [(BATCH // 4, TIME, HEADS // 2, WIDTH)] * 3
+    for equation in all_equations(step.jaxpr):
+        if equation.primitive in (FORWARD, BACKWARD):
+            assert [shape_of(atom) for atom in equation.invars[:3]] == [
+                (BATCH // 4, TIME, HEADS // 2, WIDTH)
+            ] * 3

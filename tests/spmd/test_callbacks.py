@@ -86,11 +86,11 @@ def bits(w, x):
         )
         return zeros, *others, zeros.astype('bfloat16')
 
-    found = io_callback(call, [jax.typeof(each) for each in kinds], lax.stop_gradient(y))
-    return jnp.mean(y), found
+    results = io_callback(call, [jax.typeof(kind) for kind in kinds], lax.stop_gradient(y))
+    return jnp.mean(y), results
 
 
-PROGRAMS = {each.__name__: each for each in (debugged, in_a_loop, in_a_branch, pure)}
+PROGRAMS = {program.__name__: program for program in (debugged, in_a_loop, in_a_branch, pure)}
 
 
 each_mesh = pytest.mark.parametrize('mesh', MESHES if callbacks_nest() else ['fsdp', 'hsdp'])
@@ -102,13 +102,13 @@ each_mesh = pytest.mark.parametrize('mesh', MESHES if callbacks_nest() else ['fs
 def test_callbacks_see_all_examples_once(name, mesh):
     (helper, spec), gradient = MESHES[mesh], jax.value_and_grad(PROGRAMS[name])
     step = helper.sjit(gradient, in_shardings=(FSDPShardingRule(min_fsdp_size=1), spec), batch_argnums=1)
-    found = step(W, X)
+    results = step(W, X)
     jax.effects_barrier()
     calls = [*CALLS]
     CALLS.clear()
     expected = jax.jit(gradient)(W, X)
     jax.effects_barrier()
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(results, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
     assert len(calls) == len(CALLS)
     # Rounds of a loop may be told in any order.
@@ -121,10 +121,10 @@ def test_callbacks_see_all_examples_once(name, mesh):
 def test_all_bits_of_results_come_to_all_devices(mesh):
     helper, spec = MESHES[mesh]
     step = helper.sjit(bits, in_shardings=(P(), spec), batch_argnums=1)
-    _, found = jax.block_until_ready(step(W, X))
+    _, results = jax.block_until_ready(step(W, X))
     jax.effects_barrier()
     assert len(CALLS) == 1
-    for a, b in zip(found, jax.jit(bits)(W, X)[1], strict=True):
+    for a, b in zip(results, jax.jit(bits)(W, X)[1], strict=True):
         for shard in a.addressable_shards:
             assert np.asarray(shard.data).tobytes() == np.asarray(b).tobytes()
 
@@ -159,8 +159,8 @@ def test_one_for_blocks_runs_on_every_device():
 
     y = helper.sjit(fun, in_shardings=(P(), spec), batch_argnums=1)(W, X)
     jax.effects_barrier()
-    assert sorted(each.tobytes() for each in CALLS) == sorted(
-        np.asarray(each.data).tobytes() for each in y.addressable_shards
+    assert sorted(block.tobytes() for block in CALLS) == sorted(
+        np.asarray(block.data).tobytes() for block in y.addressable_shards
     )
 
 
@@ -181,7 +181,7 @@ def told_by(fun, *, helper, spec):
     step = helper.sjit(fun, in_shardings=(P(), spec), batch_argnums=1)
     with pytest.warns(PartitioningWarning) as warned:
         step.trace(W, X)
-    [message] = [str(each.message).replace(__file__, 'test_callbacks.py') for each in warned]
+    [message] = [str(warning.message).replace(__file__, 'test_callbacks.py') for warning in warned]
     return message.replace(f'test_callbacks.py:{fun.__code__.co_firstlineno + 1} ', 'line 1 of ')
 
 
@@ -217,8 +217,8 @@ def test_arrays_that_change_in_place_leave_the_step_to_the_compiler():
         'a loop do, or turn partitioning off with batch_argnums=().'
     )
     with pytest.warns(PartitioningWarning):
-        found = helper.sjit(fun, in_shardings=(P(), spec), batch_argnums=1, out_shardings=spec)(W, X)
-    np.testing.assert_allclose(found, jax.jit(fun)(W, X), rtol=1e-5)
+        result = helper.sjit(fun, in_shardings=(P(), spec), batch_argnums=1, out_shardings=spec)(W, X)
+    np.testing.assert_allclose(result, jax.jit(fun)(W, X), rtol=1e-5)
 
 
 @pytest.mark.parametrize('mesh', ['fsdp', 'hsdp'])
@@ -238,12 +238,14 @@ def test_who_asks_for_shardings_is_told_those_of_the_placements(mesh):
         return x.sum()
 
     step = helper.sjit(fun, in_shardings=(FSDPShardingRule(min_fsdp_size=1), spec), batch_argnums=1)
-    found = step(W, X)
+    result = step(W, X)
     step(W, X)
     batch = spec[0]  # the compiler asks in its own order
-    assert Counter(each.spec for each in shardings) == Counter([P('fsdp'), P(), P(None, batch), P(batch)])
-    assert {each.mesh for each in shardings} == {helper.mesh}
-    np.testing.assert_allclose(found, jax.jit(fun)(W, X), rtol=1e-5)
+    assert Counter(sharding.spec for sharding in shardings) == Counter(
+        [P('fsdp'), P(), P(None, batch), P(batch)]
+    )
+    assert {sharding.mesh for sharding in shardings} == {helper.mesh}
+    np.testing.assert_allclose(result, jax.jit(fun)(W, X), rtol=1e-5)
 
 
 def test_a_sharding_along_other_axes_is_the_compilers():

@@ -129,9 +129,9 @@ CALLS = {
 def test_functions_and_calls_of_all_kinds(made):
     step, args, kwargs = made()
     step.clear_cache()  # equal functions share what they have traced
-    found = step(*args, **kwargs)
-    np.testing.assert_allclose(found, EXPECTED, rtol=1e-5, atol=1e-5)
-    assert found.sharding.spec == COLUMNS
+    result = step(*args, **kwargs)
+    np.testing.assert_allclose(result, EXPECTED, rtol=1e-5, atol=1e-5)
+    assert result.sharding.spec == COLUMNS
     report = step.explain_propagation(*args, **kwargs)
     assert report.axes == ('fsdp',)
     assert {row.kind for row in report.gathered_examples} == {'all_to_all'}  # the columns of the result
@@ -172,15 +172,15 @@ def test_microbatch():
 @contextlib.contextmanager
 def compilations(name):
     """The compilations of functions of this name until now."""
-    found = []
+    names = []
 
     def listen(event, seconds, **metadata):
         if event == '/jax/core/compile/backend_compile_duration' and name in str(metadata.get('fun_name')):
-            found.append(metadata['fun_name'])
+            names.append(metadata['fun_name'])
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        yield found
+        yield names
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
 
@@ -224,10 +224,10 @@ def test_threads_that_make_the_first_call_together():
 
     step = HELPER.sjit(once, in_shardings=RULES)
     with anew(), compilations('once') as compiled:
-        found = in_threads(lambda _: np.asarray(step(W, X)), 8)
+        results = in_threads(lambda _: np.asarray(step(W, X)), 8)
     assert (len(runs), len(compiled)) == (1, 1)
-    for each in found:
-        np.testing.assert_allclose(each, EXPECTED, rtol=1e-5, atol=1e-5)
+    for result in results:
+        np.testing.assert_allclose(result, EXPECTED, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.medium
@@ -236,7 +236,7 @@ def test_without_jit():
     by_hand = jax.grad(lambda w: layer(w, X).sum())(W)
     with jax.disable_jit():
         np.testing.assert_allclose(step(W, X), EXPECTED, rtol=1e-5, atol=1e-5)
-        found = jax.grad(lambda w: step(w, X).sum())(W)
+        gradient = jax.grad(lambda w: step(w, X).sum())(W)
         # These trace all the same.
         assert (
             str(step.explain_propagation(W, X))
@@ -244,7 +244,7 @@ def test_without_jit():
         )
         assert step.eval_shape(W, X).shape == X.shape
         assert HELPER.plan(step, W, X).totals
-    np.testing.assert_allclose(found, by_hand, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(gradient, by_hand, rtol=1e-5, atol=1e-5)
     assert step.explain_propagation(W, X).axes == ('fsdp',)
 
 
@@ -271,13 +271,13 @@ def no_array(w, x):
 
 @pytest.mark.parametrize('fun', [raised, concrete, no_array])
 def test_errors_are_those_of_a_function_that_is_not_partitioned(fun):
-    found = []
+    errors = []
     for options in ({}, {'batch_argnums': ()}):
         with pytest.raises(Exception) as error:  # the two are compared
             HELPER.sjit(fun, in_shardings=RULES, **options)(W, X)
         lines = [frame.lineno for frame in error.traceback if str(frame.path) == __file__]
-        found.append((type(error.value), str(error.value), lines[1:]))
-    assert found[0] == found[1]
+        errors.append((type(error.value), str(error.value), lines[1:]))
+    assert errors[0] == errors[1]
 
 
 EXPLICIT, AUTO = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
@@ -356,10 +356,10 @@ def test_integers_and_random_bits_are_exact(implementation):
 
     def fun(w, x, key):
         keep = jax.random.bernoulli(key, 0.5, x.shape)
-        whole = jnp.round(64 * x).astype(jnp.int32)
+        integers = jnp.round(64 * x).astype(jnp.int32)
         matrix = jnp.round(8 * w).astype(jnp.int32)
         rows = jax.vmap(lambda key: jax.random.bits(key, (16,)))(jax.random.split(key, 64))
-        products = jnp.where(keep, whole @ matrix, 0)
+        products = jnp.where(keep, integers @ matrix, 0)
         sums = jax.lax.scan(lambda c, _: (c @ matrix % 91, c.sum()), products, None, length=3)
         return keep, products, sums, rows, jnp.argsort(products, axis=0), products.sum(), products.argmax(1)
 

@@ -110,17 +110,17 @@ def run_step(optimizer, params, mesh=FSDP, replicate=False):
     specs = [P() if replicate else state_spec(x.shape, size=mesh['fsdp']) for x in jax.tree.leaves(state)]
     x = np.random.default_rng(1).normal(size=(16, WIDTH)).astype('float32')
     with jax.default_matmul_precision('highest'):
-        found, run = partitioned(step, state, x, mesh, result_specs=[*specs, P()], replicate=replicate)
-        return found, run, lambda: jax.jit(step)(state, x)
+        step_on_mesh, run = partitioned(step, state, x, mesh, result_specs=[*specs, P()], replicate=replicate)
+        return step_on_mesh, run, lambda: jax.jit(step)(state, x)
 
 
 def of_the_optimizer(step):
     """How often a step runs each kind of collective that is of no gradient, and of no weight of a layer."""
-    found = {}
+    counts = {}
     for row in step.collective_rows:
         if row.what not in ('gradient', 'sum') and row.primitive not in ('dot_general', 'mul'):
-            found[row.kind] = found.get(row.kind, 0) + row.count
-    return found
+            counts[row.kind] = counts.get(row.kind, 0) + row.count
+    return counts
 
 
 @pytest.mark.slow

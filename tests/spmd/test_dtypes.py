@@ -57,9 +57,9 @@ def added(w, x):
 
 def run(fun, w, x, helper=HELPER):
     step = helper.sjit(fun, in_shardings=(RULE, P('fsdp')), batch_argnums=1)
-    found = jax.tree.leaves(step(w, x))
+    results = jax.tree.leaves(step(w, x))
     assert step.explain_propagation(w, x).axes
-    return found
+    return results
 
 
 @pytest.mark.parametrize('dtype', [*EXACT, *ROUNDED])
@@ -80,16 +80,16 @@ def test_gathered_and_put_together(dtype):
 def test_sums(dtype):
     w, x = values(dtype, 16, 8), values(dtype, 16, 8)
     wide = 'complex64' if dtype == 'complex64' else 'float32'
-    found, expected = run(added, w, x), jax.tree.leaves(jax.jit(added)(w, x))
-    assert [a.dtype for a in found] == [b.dtype for b in expected]
-    assert_equal([a.astype(wide) for a in found], [b.astype(wide) for b in expected], 0.1)
+    results, expected = run(added, w, x), jax.tree.leaves(jax.jit(added)(w, x))
+    assert [a.dtype for a in results] == [b.dtype for b in expected]
+    assert_equal([a.astype(wide) for a in results], [b.astype(wide) for b in expected], 0.1)
 
 
 def test_the_largest_complex_number_is_that_of_all_examples():
     """Devices exchange no maximum of complex numbers."""
     x = values('complex64', 16, 8)
-    [found, _] = run(lambda w, x: (x.max(0), w), x, x)
-    np.testing.assert_array_equal(found, jnp.max(x, 0))
+    [largest, _] = run(lambda w, x: (x.max(0), w), x, x)
+    np.testing.assert_array_equal(largest, jnp.max(x, 0))
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
@@ -101,8 +101,8 @@ def test_sums_beside_other_axes(dtype):
         value, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(w)
         return value, gradient, x.T @ x, (x @ w).sum(0)
 
-    found, expected = run(fun, w, x, BESIDE), jax.tree.leaves(jax.jit(fun)(w, x))
-    assert_equal([a.astype('f') for a in found], [b.astype('f') for b in expected], 0.03)
+    results, expected = run(fun, w, x, BESIDE), jax.tree.leaves(jax.jit(fun)(w, x))
+    assert_equal([a.astype('f') for a in results], [b.astype('f') for b in expected], 0.03)
 
 
 @pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])
@@ -120,8 +120,8 @@ def test_keys(impl):
             keys.reshape(2, 8)[0, 0],
         )
 
-    found = run(lambda *x: jax.tree.leaves(fun(*x))[:-1], keys, keys[::-1])
-    assert_equal(found, jax.tree.leaves(jax.jit(fun)(keys, keys[::-1]))[:-1])
+    results = run(lambda *x: jax.tree.leaves(fun(*x))[:-1], keys, keys[::-1])
+    assert_equal(results, jax.tree.leaves(jax.jit(fun)(keys, keys[::-1]))[:-1])
 
 
 def test_gradients_of_integers():
@@ -135,6 +135,6 @@ def test_gradients_of_integers():
 
     w, x = values('float16', 16, 8).astype('f'), values('float16', 16, 8).astype('f')
     step = HELPER.sjit(fun, in_shardings=(RULE, P('fsdp')), batch_argnums=1)
-    found, expected = step(w, x), jax.jit(fun)(w, x)
-    assert found[1][1].dtype == expected[1][1].dtype == jax.dtypes.float0
-    np.testing.assert_allclose(found[1][0], expected[1][0], rtol=1e-5)
+    results, expected = step(w, x), jax.jit(fun)(w, x)
+    assert results[1][1].dtype == expected[1][1].dtype == jax.dtypes.float0
+    np.testing.assert_allclose(results[1][0], expected[1][0], rtol=1e-5)

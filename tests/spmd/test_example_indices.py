@@ -104,8 +104,8 @@ def test_rewritten_look_ups_of_random_shapes_have_equal_values(seed):
     def numbers(dim):
         if dim in others:
             return jnp.asarray(others[dim])
-        place = counted.index(dim)
-        return jnp.arange(shape[dim]).reshape([-1 if i == place else 1 for i in range(len(sizes))])
+        position = counted.index(dim)
+        return jnp.arange(shape[dim]).reshape([-1 if i == position else 1 for i in range(len(sizes))])
 
     def lookup(x, updates):
         index = tuple([numbers(dim) for dim in range(len(shape))])

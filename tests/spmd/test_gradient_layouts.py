@@ -76,8 +76,8 @@ def test_gradients_are_reduced_to_the_layout_of_state_that_they_meet(name, mesh)
     fun, state, times = CASES[name]
     x = array(128, 8)
     step, run = partitioned(fun, state, x, mesh)
-    found = collectives(step)
-    scattered = {reason: count for reason, count in found.items() if reason.startswith('reduce_scatter')}
+    counts = collectives(step)
+    scattered = {reason: count for reason, count in counts.items() if reason.startswith('reduce_scatter')}
     assert [*scattered.values()] == [times, times]
     sums = [row for row in step.collective_rows if row.kind == 'all_reduce' and row.axes[-1] == 'fsdp']
     assert max(row.bytes for row in sums) == 4  # the loss and the global norm

@@ -181,11 +181,11 @@ def together(programs, others=()):
     """A function of the values and gradients of programs, and of the values of others, by name."""
 
     def run(w, x):
-        found = {
+        results = {
             name: jax.value_and_grad(functools.partial(total, fun), (0, 1), has_aux=True)(w, x)
             for name, fun in programs.items()
         }
-        return found | {name: fun(w, x) for name, fun in dict(others).items()}
+        return results | {name: fun(w, x) for name, fun in dict(others).items()}
 
     return run
 

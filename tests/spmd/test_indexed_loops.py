@@ -150,7 +150,9 @@ def stacked(fun):
     before, jaxpr = None, jax.make_jaxpr(fun)(W, X)
     while jaxpr is not before:
         before, jaxpr = jaxpr, with_stacks(jaxpr)
-    return jaxpr_as_fun(jaxpr), INDEXING.intersection(each.primitive.name for each in all_equations(jaxpr))
+    return jaxpr_as_fun(jaxpr), INDEXING.intersection(
+        equation.primitive.name for equation in all_equations(jaxpr)
+    )
 
 
 @pytest.mark.medium
@@ -160,13 +162,13 @@ def stacked(fun):
 def test_values_stay(name, is_gradient):
     fun = (TAKEN | OTHERS)[name]
     fun = gradient(fun) if is_gradient else fun
-    found, left = stacked(fun)
+    rewritten, left = stacked(fun)
     assert bool(left) == (name in OTHERS)
     with jax.default_matmul_precision('highest'):
-        expected, got = jax.tree.leaves(jax.jit(fun)(W, X)), jax.jit(found)(W, X)
+        expected, got = jax.tree.leaves(jax.jit(fun)(W, X)), jax.jit(rewritten)(W, X)
     assert [x.dtype for x in got] == [x.dtype for x in expected]
-    for one, other in zip(got, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    for result, expected_result in zip(got, expected, strict=True):
+        np.testing.assert_allclose(result, expected_result, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.medium
@@ -198,9 +200,9 @@ def test_a_gradient_of_its_own_is_kept(take):
         return lax.map(jax.checkpoint(lambda i: take(x, i) @ w), jnp.arange(N))
 
     rewritten, _ = stacked(fun)
-    found = jax.grad(lambda w, x: sum(y.sum() for y in rewritten(w, x)), (0, 1))(W, X)
+    gradients = jax.grad(lambda w, x: sum(y.sum() for y in rewritten(w, x)), (0, 1))(W, X)
     expected = jax.grad(lambda w, x: fun(w, x).sum(), (0, 1))(W, X)
-    assert_equal(found, expected)
+    assert_equal(gradients, expected)
 
 
 @pytest.mark.medium
@@ -215,7 +217,7 @@ def test_small_integers_count_from_the_start_again(dtype):
         return lax.scan(step, (jnp.asarray(0, dtype), jnp.zeros(8)), jnp.arange(len(x)))
 
     jaxpr = with_stacks(jax.make_jaxpr(fun)(x))
-    assert INDEXING.isdisjoint(each.primitive.name for each in all_equations(jaxpr))
+    assert INDEXING.isdisjoint(equation.primitive.name for equation in all_equations(jaxpr))
     for a, b in zip(jaxpr_as_fun(jaxpr)(x), jax.tree.leaves(fun(jnp.asarray(x))), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=1e-5)
@@ -228,8 +230,8 @@ def test_scalars_have_no_rows():
 
         return lax.fori_loop(0, N, added, (0.0, 0.0))
 
-    found = jaxpr_as_fun(with_stacks(jax.make_jaxpr(fun)(X)))(X)
-    np.testing.assert_allclose(found, fun(jnp.asarray(X)), rtol=1e-5)
+    result = jaxpr_as_fun(with_stacks(jax.make_jaxpr(fun)(X)))(X)
+    np.testing.assert_allclose(result, fun(jnp.asarray(X)), rtol=1e-5)
 
 
 def test_a_program_without_such_loops_is_the_same():

@@ -36,10 +36,10 @@ def sines(x, kernel=sine, **options):
 
 def columns_in_order(order, x):
     """Grid of rows and parts of columns; numbers, read before, say which part comes first."""
-    given = pl.BlockSpec((1, 8, 8), lambda i, j, order: (i, 0, order[j]))
-    taken = pl.BlockSpec((1, 8, 8), lambda i, j, order: (i, 0, j))
+    in_spec = pl.BlockSpec((1, 8, 8), lambda i, j, order: (i, 0, order[j]))
+    out_spec = pl.BlockSpec((1, 8, 8), lambda i, j, order: (i, 0, j))
     spec = pltpu.PrefetchScalarGridSpec(
-        num_scalar_prefetch=1, grid=(len(x), 4), in_specs=[given], out_specs=taken
+        num_scalar_prefetch=1, grid=(len(x), 4), in_specs=[in_spec], out_specs=out_spec
     )
     kernel = pl.pallas_call(lambda order, *refs: sine(*refs), like(x), grid_spec=spec, interpret=True)
     return kernel(order, x)
@@ -106,10 +106,12 @@ def accumulated(x, out):
 
 def summed(x):
     """All rows are added up in one block."""
-    whole = pl.BlockSpec((1, *x.shape[1:]), lambda i: (0, 0, 0))
+    all_rows = pl.BlockSpec((1, *x.shape[1:]), lambda i: (0, 0, 0))
     of = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
     row = pl.BlockSpec((1, *x.shape[1:]), lambda i: (i, 0, 0))
-    return pl.pallas_call(accumulated, of, grid=(len(x),), in_specs=[row], out_specs=whole, interpret=True)(x)
+    return pl.pallas_call(
+        accumulated, of, grid=(len(x),), in_specs=[row], out_specs=all_rows, interpret=True
+    )(x)
 
 
 def neighbours(x):
@@ -148,15 +150,15 @@ def sums_in_place(x, total):
         out[...] = total[...]
 
     row = pl.BlockSpec((1, *x.shape[1:]), lambda i: (i, 0, 0))
-    whole = pl.BlockSpec((1, *x.shape[1:]), lambda i: (0, 0, 0))
+    all_rows = pl.BlockSpec((1, *x.shape[1:]), lambda i: (0, 0, 0))
     call = pl.pallas_call(
-        kernel, like(x), grid=(len(x),), in_specs=[row, whole], out_specs=row, interpret=True
+        kernel, like(x), grid=(len(x),), in_specs=[row, all_rows], out_specs=row, interpret=True
     )
     return call(x, total)
 
 
 def kernels(step):
-    return [each for each in all_equations(step.jaxpr) if each.primitive.name == 'pallas_call']
+    return [equation for equation in all_equations(step.jaxpr) if equation.primitive.name == 'pallas_call']
 
 
 def check(fun, mesh=FSDP):

@@ -171,10 +171,10 @@ def numbered_tokens(w, x, chosen=2):
     order = jnp.argsort(expert.reshape(-1))
     numbers = jnp.arange(order.size, dtype='int32')
     token = (numbers // chosen)[order]
-    place = jnp.zeros_like(numbers).at[order].set(numbers).reshape(-1, chosen)
+    positions = jnp.zeros_like(numbers).at[order].set(numbers).reshape(-1, chosen)
     out = plain(w, x[token], bincount(expert.reshape(-1)), None)
     added = jnp.zeros_like(x).at[token].add(out * gates.reshape(-1)[order][:, None])
-    return added + jnp.einsum('rkd,rk->rd', out[place], gates)
+    return added + jnp.einsum('rkd,rk->rd', out[positions], gates)
 
 
 def one_expert(w, x):

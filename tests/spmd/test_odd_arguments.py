@@ -35,9 +35,9 @@ def sjit(fun, batch=ROWS, helper=HELPER, **options):
     return helper.sjit(fun, in_shardings=(RULE, batch), batch_argnums=1, **options)
 
 
-def assert_alike(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+def assert_alike(results, expected):
+    assert jax.tree.structure(results) == jax.tree.structure(expected)
+    for a, b in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
@@ -158,7 +158,7 @@ def test_numbers_of_64_bits():
                 x.astype('complex128').sum(),
             )
 
-        found, expected = sjit(fun)(w, x), jax.jit(fun)(w, x)
-        for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        results, expected = sjit(fun)(w, x), jax.jit(fun)(w, x)
+        for a, b in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
             assert a.dtype == b.dtype
             np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)

@@ -172,12 +172,12 @@ MADE_POSITIVE = {name for name in CASES if name.startswith(('cholesky', 'eigh', 
 def equation_of(name):
     """The equation of a case; its function may have others before it, of constants alone."""
     fun, *operands = CASES[name]
-    shapes = [each if isinstance(each[0], tuple) else (each, F) for each in operands]
-    jaxpr = open_jaxpr(jax.make_jaxpr(fun)(*[jax.ShapeDtypeStruct(*each) for each in shapes]))
+    shapes = [shape if isinstance(shape[0], tuple) else (shape, F) for shape in operands]
+    jaxpr = open_jaxpr(jax.make_jaxpr(fun)(*[jax.ShapeDtypeStruct(*shape) for shape in shapes]))
     eqns = jaxpr.eqns
     while eqns[-1].primitive.name in CALLS:
         eqns = open_jaxpr(call_jaxpr(eqns[-1])).eqns
-    return next((each for each in eqns if each.primitive.name == name), eqns[-1])
+    return next((shape for shape in eqns if shape.primitive.name == name), eqns[-1])
 
 
 def values_of(equation, name, rng):
@@ -219,15 +219,17 @@ def blocks(value, placement, parts, rng):
     return [value] * parts
 
 
-def together(found, placement):
+def together(device_blocks, placement):
     """The value of which devices hold these."""
     if isinstance(placement, Shard):
-        return np.concatenate(found, placement.dim)
+        return np.concatenate(device_blocks, placement.dim)
     if isinstance(placement, Partial):
-        return {'sum': np.add, 'max': np.maximum, 'min': np.minimum}[placement.reduce_op].reduce(found)
-    for each in found[1:]:
-        np.testing.assert_array_equal(each, found[0])
-    return found[0]
+        return {'sum': np.add, 'max': np.maximum, 'min': np.minimum}[placement.reduce_op].reduce(
+            device_blocks
+        )
+    for block in device_blocks[1:]:
+        np.testing.assert_array_equal(block, device_blocks[0])
+    return device_blocks[0]
 
 
 def run(equation, values, placements, results, parts, rng):
@@ -237,13 +239,13 @@ def run(equation, values, placements, results, parts, rng):
         local_shape(shape_of(x), (p,), (parts,)) for x, p in zip(equation.invars, placements, strict=True)
     ]
     outs = [local_shape(shape_of(x), (p,), (parts,)) for x, p in zip(equation.outvars, results, strict=True)]
-    changed, found = local_params(equation, shapes, outs), []
+    changed, device_results = local_params(equation, shapes, outs), []
     for device in range(parts):
-        got = rebind(equation, *[jnp.asarray(each[device]) for each in held], **changed)
+        got = rebind(equation, *[jnp.asarray(operand_blocks[device]) for operand_blocks in held], **changed)
         got = got if equation.primitive.multiple_results else [got]
         assert [x.shape for x in got] == outs
-        found.append([np.asarray(x) for x in got])
-    return [together(*pair) for pair in zip(zip(*found, strict=True), results, strict=True)]
+        device_results.append([np.asarray(x) for x in got])
+    return [together(*pair) for pair in zip(zip(*device_results, strict=True), results, strict=True)]
 
 
 @pytest.mark.sampled(3)
@@ -261,16 +263,16 @@ def test_results_of_blocks_are_blocks_of_results(name, parts):
         if len(checked) == 12 // parts:
             break
         zeros = tuple([isinstance(x, Literal) and x.val == 0 for x in equation.invars])
-        found = strategy(Op(equation, placements, parts, zeros))
-        if found is None or found in checked:
+        chosen_strategy = strategy(Op(equation, placements, parts, zeros))
+        if chosen_strategy is None or chosen_strategy in checked:
             continue
-        checked.add(found)
-        for got, want in zip(run(equation, values, *found[:2], parts, rng), expected, strict=True):
+        checked.add(chosen_strategy)
+        for got, want in zip(run(equation, values, *chosen_strategy[:2], parts, rng), expected, strict=True):
             scale = max(1.0, float(np.abs(np.nan_to_num(np.asarray(want, 'complex64'))).max(initial=0)))
             np.testing.assert_allclose(
                 np.asarray(got, 'complex64') / scale, np.asarray(want, 'complex64') / scale, atol=2e-5
             )
-    assert any({*found.operands} - {REPLICATE} for found in checked)
+    assert any({*chosen_strategy.operands} - {REPLICATE} for chosen_strategy in checked)
 
 
 X, W = Shard(0), Shard(0, is_state=True)
@@ -335,8 +337,8 @@ EXPECTED = [
 def test_placements_of_results(name, placements, results):
     equation = equation_of(name)
     zeros = tuple([isinstance(x, Literal) and x.val == 0 for x in equation.invars])
-    found = strategy(Op(equation, placements, 2, zeros))
-    assert (found and found.results) == results
+    chosen_strategy = strategy(Op(equation, placements, 2, zeros))
+    assert (chosen_strategy and chosen_strategy.results) == results
 
 
 # A sum over microbatches is not known before the last one: it grows, or is refused.
@@ -358,5 +360,5 @@ IN_TURN = [
 @pytest.mark.parametrize('name, placements, results', IN_TURN, ids=[f'{n}-{p}' for n, p, _ in IN_TURN])
 def test_placements_of_results_of_microbatches(name, placements, results):
     equation = equation_of(name)
-    found = strategy(Op(equation, placements, 2, (False,) * len(placements), is_microbatched=True))
-    assert (found and found.results) == results
+    chosen_strategy = strategy(Op(equation, placements, 2, (False,) * len(placements), is_microbatched=True))
+    assert (chosen_strategy and chosen_strategy.results) == results

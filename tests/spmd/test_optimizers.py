@@ -82,8 +82,8 @@ def partitioned_step(optimizer):
     state = params, optimizer.init(params)
     x = np.random.default_rng(1).normal(size=(16, WIDTH)).astype('float32')
     specs = [state_spec(leaf.shape) for leaf in jax.tree.leaves(state)]
-    found, run = partitioned(step, state, x, FSDP, result_specs=[*specs, P()])
-    return found, run, lambda: jax.jit(step)(state, x)
+    step_on_mesh, run = partitioned(step, state, x, FSDP, result_specs=[*specs, P()])
+    return step_on_mesh, run, lambda: jax.jit(step)(state, x)
 
 
 @pytest.mark.parametrize('name', OPTIMIZERS)

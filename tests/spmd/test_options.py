@@ -43,7 +43,7 @@ def made(fun=sgd, mesh=FSDP, specs=SPECS, **options):
     return partitioned(fun, W, X, mesh, result_specs=[*specs, P()], options=BatchPartitioning(**options))
 
 
-def found(step):
+def collective_counts(step):
     """How often each kind of collective runs for weights and for gradients, with its dtype."""
     counts = Counter()
     for row in step.collective_rows:
@@ -58,7 +58,7 @@ GATHERS = 2 * WEIGHTS - 1
 
 def test_by_default_weights_are_gathered_twice_in_their_dtype_and_gradients_reduced_once():
     step, run = made()
-    assert found(step) == {
+    assert collective_counts(step) == {
         ('all_gather', 'weight', 'float32'): GATHERS,
         ('reduce_scatter', 'gradient', 'float32'): WEIGHTS,
         ('all_reduce', 'sum', 'float32'): 1,
@@ -73,9 +73,9 @@ def rounded(w):
 @pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
 def test_weights_are_gathered_in_the_dtype_of_parameters(mesh):
     step, run = made(mesh=mesh, param_dtype=jnp.bfloat16)
-    weights = {key: count for key, count in found(step).items() if key[1] == 'weight'}
+    weights = {key: count for key, count in collective_counts(step).items() if key[1] == 'weight'}
     assert weights == {('all_gather', 'weight', 'bfloat16'): GATHERS}
-    assert {key[2] for key in found(step) if key[1] == 'gradient'} == {'float32'}
+    assert {key[2] for key in collective_counts(step) if key[1] == 'gradient'} == {'float32'}
 
     def expected(w, x):
         """Forward and backward passes with rounded weights, and an update of the stored ones."""
@@ -93,7 +93,7 @@ def test_weights_that_are_narrow_already_stay():
 
     for dtype in (None, jnp.bfloat16, jnp.float32):
         step, _ = partitioned(cast, W, X, options=BatchPartitioning(param_dtype=dtype))
-        assert found(step) == {('all_gather', 'weight', 'bfloat16'): 1}
+        assert collective_counts(step) == {('all_gather', 'weight', 'bfloat16'): 1}
 
 
 def test_state_that_does_not_meet_examples_is_not_rounded():
@@ -105,7 +105,7 @@ def test_state_that_does_not_meet_examples_is_not_rounded():
     step, run = partitioned(fun, W, X, options=BatchPartitioning(param_dtype=jnp.bfloat16))
     expected = fun(W, X)
     got = run()
-    if {key[2] for key in found(step)} == {'float32'}:  # gathered once for both
+    if {key[2] for key in collective_counts(step)} == {'float32'}:  # gathered once for both
         assert_equal(got, expected)
     np.testing.assert_allclose(got[0], expected[0], rtol=0, atol=1e-5)
 
@@ -114,7 +114,7 @@ def test_state_that_does_not_meet_examples_is_not_rounded():
 @pytest.mark.parametrize('dtype, tolerance', [('bfloat16', 2e-3), ('float32', 1e-5)])
 def test_gradients_are_reduced_in_a_dtype(mesh, dtype, tolerance):
     step, run = made(mesh=mesh, reduce_dtype=dtype)
-    counts = found(step)
+    counts = collective_counts(step)
     assert {key[2] for key in counts if key[1] == 'gradient'} == {dtype}
     assert counts['reduce_scatter', 'gradient', dtype] == WEIGHTS
     assert counts['all_reduce', 'gradient', dtype] == (WEIGHTS if mesh is HSDP else 0)
@@ -133,13 +133,13 @@ def test_gradients_of_narrow_products_are_reduced_in_a_wide_dtype():
         step, run = partitioned(
             narrow, W, X, result_specs=SPECS, options=BatchPartitioning(reduce_dtype=dtype)
         )
-        assert found(step)['reduce_scatter', 'gradient', expected] == 1
+        assert collective_counts(step)['reduce_scatter', 'gradient', expected] == 1
         assert_equal(run(), jax.jit(narrow)(W, X), 1e-2)
 
 
 def test_weights_are_kept_for_the_backward_pass():
     step, run = made(reshard_after_forward=False)
-    counts = found(step)
+    counts = collective_counts(step)
     assert counts['all_gather', 'weight', 'float32'] == 2  # all layers at once, and the head
     assert counts['reduce_scatter', 'gradient', 'float32'] == WEIGHTS
     assert_equal(run(), jax.jit(sgd)(W, X))
@@ -158,7 +158,7 @@ def test_weights_are_kept_beside_recomputation():
         step, run = partitioned(
             remat, W, X, result_specs=SPECS, options=BatchPartitioning(reshard_after_forward=reshard)
         )
-        counts[reshard] = found(step)['all_gather', 'weight', 'float32']
+        counts[reshard] = collective_counts(step)['all_gather', 'weight', 'float32']
         assert_equal(run(), jax.jit(remat)(W, X))
     assert counts == {True: 2, False: 1}
 
@@ -174,12 +174,15 @@ def accumulated(w, x):
     return jax.tree.map(lambda a, g: a - 0.1 * g / 4, w, total)
 
 
-@pytest.mark.parametrize('each', [False, True])
-def test_gradients_of_microbatches(each):
-    options, x = BatchPartitioning(reduce_per_microbatch=each), np.tile(X, (16, 1))  # few rows would move
+@pytest.mark.parametrize('reduce_per_microbatch', [False, True])
+def test_gradients_of_microbatches(reduce_per_microbatch):
+    options, x = (
+        BatchPartitioning(reduce_per_microbatch=reduce_per_microbatch),
+        np.tile(X, (16, 1)),
+    )  # few rows would move
     step, run = partitioned(accumulated, W, x, result_specs=SPECS, options=options)
     heads = [(x.kind, x.count) for x in step.collective_rows if x.reason == "gradient of ['head']"]
-    assert heads == [('reduce_scatter', 4 if each else 1)]
+    assert heads == [('reduce_scatter', 4 if reduce_per_microbatch else 1)]
     assert_equal(run(), jax.jit(accumulated)(W, x))
 
 

@@ -123,12 +123,12 @@ def fsdp(weights, others=()):
     A weight is gathered in the forward pass, and in the backward pass if that takes it and as many bytes
     of others were gathered in between.
     """
-    found = {'all_reduce sum over examples for a result': 1, **dict(others)}
+    counts = {'all_reduce sum over examples for a result': 1, **dict(others)}
     for name, gathers, times in weights:
         for primitive, count in gathers.items():
-            found[f"all_gather weight ['{name}'] for {primitive}"] = count
-        found[f"reduce_scatter gradient of ['{name}']"] = times
-    return found
+            counts[f"all_gather weight ['{name}'] for {primitive}"] = count
+        counts[f"reduce_scatter gradient of ['{name}']"] = times
+    return counts
 
 
 EXPECTED = {
@@ -185,8 +185,8 @@ def run_case(name, mesh):
 @pytest.mark.parametrize('name', CASES)
 @pytest.mark.sampled(4)
 def test_values_are_those_of_one_device(name, mesh):
-    _, found, expected = run_case(name, mesh)
-    assert_equal(found, expected, 5e-3 if name == 'narrow' else 1e-5)
+    _, results, expected = run_case(name, mesh)
+    assert_equal(results, expected, 5e-3 if name == 'narrow' else 1e-5)
 
 
 def bytes_of(step, kind):
@@ -395,8 +395,8 @@ def test_constants_of_microbatches_are_computed_for_the_examples_of_a_device():
 
     w, x = array(8, 16), array(32, 8)
     step, run = partitioned(fun, w, x)
-    made = [eqn for eqn in all_equations(step.jaxpr) if eqn.primitive.name != 'all_gather']
-    assert (8, 16) not in {shape_of(eqn.outvars[0]) for eqn in made}
+    equations = [eqn for eqn in all_equations(step.jaxpr) if eqn.primitive.name != 'all_gather']
+    assert (8, 16) not in {shape_of(eqn.outvars[0]) for eqn in equations}
     assert_equal(run(), fun(w, x))
 
 
@@ -428,4 +428,4 @@ def test_what_is_not_handled_is_refused(name):
 def test_a_step_that_returns_a_sum_is_partitioned_once():
     step, _ = partitioned(sgd(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)), array(16, 8), array(8, 16))
     # Collectives that were written before would have had the first numbers.
-    assert sorted(each.id for each in step.collectives) == [1, 2, 3]
+    assert sorted(collective.id for collective in step.collectives) == [1, 2, 3]

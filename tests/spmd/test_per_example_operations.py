@@ -219,16 +219,16 @@ COUNTS = {
 def test_no_example_moves(group):
     """Nothing is compiled here."""
     specs = [*[state_spec(leaf.shape) for leaf in jax.tree.leaves(W)], P('fsdp'), None]
-    found, counts = {}, {}
+    reasons, counts = {}, {}
     for name, fun in GROUPS[group].items():
         with jax.enable_x64(True):
             step, _ = partitioned(with_gradients(fun), W, X, result_specs=specs)
-        found[name] = [row.reason for row in step.collective_rows if row.what == 'examples']
+        reasons[name] = [row.reason for row in step.collective_rows if row.what == 'examples']
         kinds = collections.Counter[str]()
         for row in step.collective_rows:
             kinds[row.kind] += row.count
         counts[name] = kinds['all_gather'], kinds['reduce_scatter']
-    assert found == {name: [] for name in found}
+    assert reasons == {name: [] for name in reasons}
     counted = counts.keys() & COUNTS.keys()
     assert {name: counts[name] for name in counted} == {name: COUNTS[name] for name in counted}
 

@@ -58,10 +58,10 @@ def rows_of(monkeypatch, gather):
     layers = {'up': normal(1, LAYERS, WIDTH, HIDDEN), 'down': normal(2, LAYERS, HIDDEN, WIDTH)}
     params = {'embed': normal(0, 4, WIDTH), 'layers': layers, 'head': normal(3, WIDTH, 4)}
     jax.eval_shape(step, params, normal(4, EXAMPLES, 4))
-    found = Counter()
+    row_counts = Counter()
     for row in steps[-1].collective_rows:
-        found[row.kind, row.axes, row.reason.split(' for ')[0]] += row.count
-    return found
+        row_counts[row.kind, row.axes, row.reason.split(' for ')[0]] += row.count
+    return row_counts
 
 
 OUTSIDE = {
@@ -77,8 +77,8 @@ OUTSIDE = {
 @pytest.mark.parametrize('gather', ['tick', 'step'])
 def test_weights_of_layers_are_gathered_in_each_tick_or_once(monkeypatch, gather):
     """In forward and backward passes; gradients are reduced where weights are gathered."""
-    found = rows_of(monkeypatch, gather)
-    inside = dict(found)
+    row_counts = rows_of(monkeypatch, gather)
+    inside = dict(row_counts)
     assert {key: inside.pop(key) for key in OUTSIDE} == OUTSIDE
     [(loss, count)] = [(key, inside.pop(key)) for key in [*inside] if key[1] == ('fsdp', 'stage')]
     assert (loss[0], count) == ('all_reduce', 1)
@@ -105,5 +105,5 @@ def test_weights_of_layers_are_gathered_in_each_tick_or_once(monkeypatch, gather
 @pytest.mark.sampled(3)
 def test_values_are_those_of_one_device(name, how):
     program = PROGRAMS[name]
-    wanted = jax.jit(program.compiled)(*arguments())
-    assert_close(staged(program, **how)(*arguments()), wanted, program.tolerance)
+    expected = jax.jit(program.compiled)(*arguments())
+    assert_close(staged(program, **how)(*arguments()), expected, program.tolerance)

@@ -23,7 +23,7 @@ STATE = Shard(1, is_state=True)
 
 def held(placements):
     """What each device holds of the value: of a sum its part."""
-    found = {}
+    blocks = {}
     for device in DEVICES:
         block = VALUE
         for axis, placement in enumerate(placements):
@@ -31,8 +31,8 @@ def held(placements):
                 block = np.split(block, SIZES[axis], placement.dim)[device[axis]]
             elif placement == SUM:
                 block = block * (1 + device[axis]) / sum(range(1, SIZES[axis] + 1))
-        found[device] = block
-    return found
+        blocks[device] = block
+    return blocks
 
 
 def group(device, axes):
@@ -42,25 +42,25 @@ def group(device, axes):
 
 def after(step, blocks):
     """What each device holds after a step."""
-    found = {}
+    results = {}
     for device, block in blocks.items():
         others = group(device, step.axes)
-        place, count = others.index(device), len(others)
+        position, count = others.index(device), len(others)
         every = [blocks[other] for other in others]
         if step.kind == 'all_gather':
-            found[device] = np.concatenate(every, step.dim)
+            results[device] = np.concatenate(every, step.dim)
         elif step.kind == 'all_to_all':
-            parts = [np.split(each, count, step.other_dim)[place] for each in every]
-            found[device] = np.concatenate(parts, step.dim)
+            parts = [np.split(device_block, count, step.other_dim)[position] for device_block in every]
+            results[device] = np.concatenate(parts, step.dim)
         elif step.kind == 'all_reduce':
-            found[device] = sum(every)
+            results[device] = sum(every)
         elif step.kind == 'reduce_scatter':
-            found[device] = np.split(sum(every), count, step.dim)[place]
+            results[device] = np.split(sum(every), count, step.dim)[position]
         elif step.kind == 'slice':
-            found[device] = np.split(block, count, step.dim)[place]
+            results[device] = np.split(block, count, step.dim)[position]
         else:
-            found[device] = block * (place == 0)
-    return found
+            results[device] = block * (position == 0)
+    return results
 
 
 def is_held(blocks, placements):
@@ -73,7 +73,7 @@ def is_held(blocks, placements):
                 return False
         else:
             blocks = after(RedistributeOp(kind, (axis,), getattr(placement, 'dim', 0)), blocks)
-    return all(np.allclose(each, VALUE) for each in blocks.values())
+    return all(np.allclose(block, VALUE) for block in blocks.values())
 
 
 EVERY = [*itertools.product([Shard(0), Shard(1), REPLICATE, SUM], repeat=2)]
@@ -131,8 +131,8 @@ JOINS = [
 
 
 @pytest.mark.parametrize('one, other, joined', JOINS, ids=str)
-def test_joined(one, other, joined):
-    assert join(one, other) == joined
+def test_joined(first, second, joined):
+    assert join(first, second) == joined
 
 
 def test_axes_that_move_together_exchange_once():

@@ -49,8 +49,8 @@ def step_of(fun, **options):
     return HELPER.sjit(fun, in_shardings=(RULE, P('fsdp')), batch_argnums=1, **options)
 
 
-def assert_values(found, expected, tolerance=1e-5):
-    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+def assert_values(results, expected, tolerance=1e-5):
+    for a, b in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         if jnp.issubdtype(b.dtype, jnp.inexact):
             np.testing.assert_allclose(
@@ -116,18 +116,18 @@ def without_features(w, x):
 
 
 PROGRAMS = {
-    each.__name__: each
-    for each in (offloaded, through_the_host, kernel, checked, in_composites, solved, without_features)
+    program.__name__: program
+    for program in (offloaded, through_the_host, kernel, checked, in_composites, solved, without_features)
 }
 
 
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_values(name):
-    found, expected = step_of(PROGRAMS[name])(W, X), jax.jit(PROGRAMS[name])(W, X)
+    results, expected = step_of(PROGRAMS[name])(W, X), jax.jit(PROGRAMS[name])(W, X)
     if name == 'checked':  # codes of errors are numbered in each trace
-        (error, *found), (expected_error, *expected) = found, expected
+        (error, *results), (expected_error, *expected) = results, expected
         assert error.get() == expected_error.get() is not None
-    assert_values(found, expected)
+    assert_values(results, expected)
 
 
 @pytest.mark.parametrize('examples', [0, 8, 16, 24])
@@ -154,7 +154,7 @@ def test_dtypes(dtype):
 
     def read(values):  # NumPy knows not all of them
         return [
-            np.asarray(each.astype('complex64' if dtype == 'complex64' else 'float32')) for each in values
+            np.asarray(value.astype('complex64' if dtype == 'complex64' else 'float32')) for value in values
         ]
 
     for a, b in zip(read(step_of(fun)(W, x)), read(jax.jit(fun)(W, x)), strict=True):

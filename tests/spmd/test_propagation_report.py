@@ -52,14 +52,14 @@ def line(fun, after):
 def test_weights_and_gradients():
     report = compiled(step, (FSDP, P())).explain_propagation(params(), X)
     assert report.axes == ('fsdp',) and not report.reason and not report.gathered_examples
-    found = {(row.kind, row.reason, row.is_backward): row for row in report.collectives}
-    forward = found['all_gather', 'weight params/blocks for dot_general', False]
+    rows = {(row.kind, row.reason, row.is_backward): row for row in report.collectives}
+    forward = rows['all_gather', 'weight params/blocks for dot_general', False]
     assert (forward.path, forward.primitive, forward.axes) == ('params/blocks', 'dot_general', ('fsdp',))
     assert forward.line == f'{line(loss, 2)} layer'
     assert (forward.array, forward.bytes) == (f'float32[{WIDTH},{WIDTH}]', 4 * WIDTH**2)
     assert (forward.count, forward.step_bytes) == (LAYERS, LAYERS * 4 * WIDTH**2)
-    assert found['all_gather', 'weight params/blocks for dot_general', True].count == LAYERS
-    gradient = found['reduce_scatter', 'gradient of params/blocks', True]
+    assert rows['all_gather', 'weight params/blocks for dot_general', True].count == LAYERS
+    gradient = rows['reduce_scatter', 'gradient of params/blocks', True]
     assert (gradient.what, gradient.count) == ('gradient', LAYERS)
     assert {row.what for row in report.collectives} == {'weight', 'gradient', 'sum'}
     # Three products of a layer on the rows of a device.
@@ -91,7 +91,7 @@ def test_examples_that_are_gathered_and_what_all_devices_compute_of_them():
     assert row.reason == 'examples gathered for sort'
     assert (row.line, row.bytes) == (f'{line(sorting, 1)} sorting', X.nbytes)
     assert report.redundant[0].of == 'examples'
-    alike = {each.primitive: each for each in report.redundant}
+    alike = {work.primitive: work for work in report.redundant}
     assert (alike['sort'].bytes, alike['sort'].count) == (X.nbytes, 1)
     assert alike['sort'].line == row.line
     text = str(report)
@@ -113,9 +113,9 @@ def test_replicated_state_is_updated_by_all_devices():
     report = ddp.explain_propagation(params(), X)
     assert 'gathers no weights: each device holds all weights that its examples use' in str(report)
     assert ('all_reduce', 'gradient of params/blocks') in {(x.kind, x.reason) for x in report.collectives}
-    update = [each for each in report.redundant if each.line.startswith(line(step, 2))]
-    assert {each.primitive for each in update} == {'mul', 'sub'}
-    assert all(each.of == 'replicated' for each in update)
+    update = [work for work in report.redundant if work.line.startswith(line(step, 2))]
+    assert {work.primitive for work in update} == {'mul', 'sub'}
+    assert all(work.of == 'replicated' for work in update)
 
 
 def test_a_step_that_is_not_partitioned_says_why():
@@ -163,8 +163,8 @@ def test_collectives_whose_results_nothing_uses_are_left_out():
         jnp.sort(x, 0)
         return x @ w
 
-    found, _ = on_blocks(fun, np.ones((WIDTH, WIDTH), 'float32'), X)
-    assert [row.what for row in found.collective_rows] == ['weight']
+    partitioned_step, _ = on_blocks(fun, np.ones((WIDTH, WIDTH), 'float32'), X)
+    assert [row.what for row in partitioned_step.collective_rows] == ['weight']
 
 
 def test_collectives_of_results_of_calls_that_nothing_uses_are_left_out():
@@ -177,9 +177,9 @@ def test_collectives_of_results_of_calls_that_nothing_uses_are_left_out():
         mean, _, _ = moments(x)
         return (x - mean) @ w
 
-    found, run = on_blocks(fun, np.ones((WIDTH, WIDTH), 'float32'), X)
-    assert [row.what for row in found.collective_rows] == ['sum', 'weight']
-    assert len(found.collectives) > 2
+    partitioned_step, run = on_blocks(fun, np.ones((WIDTH, WIDTH), 'float32'), X)
+    assert [row.what for row in partitioned_step.collective_rows] == ['sum', 'weight']
+    assert len(partitioned_step.collectives) > 2
     np.testing.assert_allclose(run()[0], np.zeros_like(X), atol=1e-5)
 
 
@@ -191,8 +191,8 @@ def test_sums_over_state_are_told_from_those_over_examples():
     def fun(w, x):
         return x @ w / norm(w), jnp.sum(w), jnp.mean(x)
 
-    found, _ = on_blocks(fun, np.ones((WIDTH, WIDTH), 'float32'), X)
-    reasons = [row.reason for row in found.collective_rows if row.what == 'sum']
+    partitioned_step, _ = on_blocks(fun, np.ones((WIDTH, WIDTH), 'float32'), X)
+    reasons = [row.reason for row in partitioned_step.collective_rows if row.what == 'sum']
     assert reasons == [
         'sum over blocks of state for sqrt',
         'sum over blocks of state for a result',
@@ -208,15 +208,17 @@ def test_reductions_tell_what_they_are_over():
         total, _ = jax.lax.scan(lambda total, w: (total + jnp.sum(x @ w), None), 0.0, ws)
         return jnp.sqrt(norm), jnp.exp(total), x - x.max(0), x * x.sum()
 
-    found, _ = on_blocks(fun, np.ones((2, WIDTH, WIDTH), 'float32'), X)
-    reasons = [row.reason for row in found.collective_rows if row.what == 'sum']
+    partitioned_step, _ = on_blocks(fun, np.ones((2, WIDTH, WIDTH), 'float32'), X)
+    reasons = [row.reason for row in partitioned_step.collective_rows if row.what == 'sum']
     assert reasons == [
         'sum over blocks of state for sqrt',
         'sum over examples for exp',
         'maximum over examples',
         'sum over examples for mul',
     ]
-    assert sorted(found.collective_reasons.values()) == sorted(row.reason for row in found.collective_rows)
+    assert sorted(partitioned_step.collective_reasons.values()) == sorted(
+        row.reason for row in partitioned_step.collective_rows
+    )
 
 
 def test_a_barrier_hands_each_operand_on():
@@ -224,8 +226,8 @@ def test_a_barrier_hands_each_operand_on():
         w, x = jax.lax.optimization_barrier((w, x))
         return jnp.sqrt(jnp.sum(w**2)), jnp.sqrt(jnp.sum(x**2))
 
-    found, _ = on_blocks(fun, np.ones((WIDTH, WIDTH), 'float32'), X)
-    assert [row.reason for row in found.collective_rows] == [
+    partitioned_step, _ = on_blocks(fun, np.ones((WIDTH, WIDTH), 'float32'), X)
+    assert [row.reason for row in partitioned_step.collective_rows] == [
         'sum over blocks of state for sqrt',
         'sum over examples for sqrt',
     ]
@@ -235,9 +237,9 @@ def test_examples_that_move_to_a_weight_name_it():
     def fun(w, x):
         return jax.nn.softmax(x @ w['table'])
 
-    found, run = on_blocks(fun, {'table': np.ones((WIDTH, 4096), 'float32')}, X)
-    assert {(row.what, row.path) for row in found.collective_rows} == {('examples', "['table']")}
-    assert {row.reason for row in found.collective_rows} == {
+    partitioned_step, run = on_blocks(fun, {'table': np.ones((WIDTH, 4096), 'float32')}, X)
+    assert {(row.what, row.path) for row in partitioned_step.collective_rows} == {('examples', "['table']")}
+    assert {row.reason for row in partitioned_step.collective_rows} == {
         f"examples {how} to meet blocks of ['table']" for how in ('gathered', 'moved')
     }
     np.testing.assert_allclose(run()[0], np.full((EXAMPLES, 4096), 1 / 4096), rtol=1e-5)
@@ -288,24 +290,24 @@ def test_a_constraint_leaves_state_what_it_is(replicate):
     def fun(w, x):
         return x @ jax.lax.with_sharding_constraint(w['w'], P(None, 'fsdp'))
 
-    found, run = on_blocks(
+    partitioned_step, run = on_blocks(
         fun,
         {'w': np.ones((EXAMPLES, EXAMPLES), 'float32')},
         np.ones((EXAMPLES, EXAMPLES)),
         replicate=replicate,
     )
-    assert [row.reason for row in found.collective_rows if 'dot_general' in row.reason] == [
+    assert [row.reason for row in partitioned_step.collective_rows if 'dot_general' in row.reason] == [
         "weight ['w'] for dot_general"
     ]
-    assert not [row for row in found.collective_rows if row.what == 'examples']
+    assert not [row for row in partitioned_step.collective_rows if row.what == 'examples']
     np.testing.assert_allclose(run()[0], np.full((EXAMPLES, EXAMPLES), EXAMPLES))
 
 
 def test_axes_along_which_values_vary():
     """Under HSDP, state varies along one axis: what is computed of a shard is no redundant work."""
     w = np.ones((WIDTH, WIDTH), 'float32')
-    found, _ = on_blocks(lambda w, x: (w * 2, x @ w), w, X, HSDP)
-    assert not [*found.redundancy]
+    partitioned_step, _ = on_blocks(lambda w, x: (w * 2, x @ w), w, X, HSDP)
+    assert not [*partitioned_step.redundancy]
 
 
 def test_operations_of_products():
@@ -331,6 +333,6 @@ def test_collectives_beside_other_mesh_axes_are_told_apart():
     function = helper.sjit(step, in_shardings=(rule, P('fsdp')), out_shardings=(rule, P()), batch_argnums=1)
     report = function.explain_propagation(params(), X)
     assert report.axes == ('fsdp',)
-    found = {(row.kind, row.what) for row in report.collectives}
-    assert {('all_gather', 'weight'), ('reduce_scatter', 'gradient')} <= found
+    kinds = {(row.kind, row.what) for row in report.collectives}
+    assert {('all_gather', 'weight'), ('reduce_scatter', 'gradient')} <= kinds
     assert not report.redundant

@@ -42,9 +42,9 @@ def rollout(w, key, states):
         log_probs, values = network(w, states)
         act, again = jax.random.split(key)
         actions = jax.random.categorical(act, log_probs)
-        taken = jnp.take_along_axis(log_probs, actions[:, None], -1)[:, 0]
+        chosen_actions = jnp.take_along_axis(log_probs, actions[:, None], -1)[:, 0]
         after, rewards, ends = jax.vmap(advance)(states, actions, jax.random.split(again, ENVIRONMENTS))
-        return after, (states, actions, taken, values, rewards, ends)
+        return after, (states, actions, chosen_actions, values, rewards, ends)
 
     return lax.scan(step, states, jax.random.split(key, STEPS))
 
@@ -61,11 +61,11 @@ def advantages(rewards, values, ends, last):
 
 
 def loss(w, part):
-    states, actions, before, found, targets = part
+    states, actions, before, gains, targets = part
     log_probs, values = network(w, states)
     ratio = jnp.exp(jnp.take_along_axis(log_probs, actions[:, None], -1)[:, 0] - before)
-    found = (found - found.mean()) / (found.std() + 1e-3)
-    gain = jnp.minimum(ratio * found, jnp.clip(ratio, 0.8, 1.2) * found)
+    gains = (gains - gains.mean()) / (gains.std() + 1e-3)
+    gain = jnp.minimum(ratio * gains, jnp.clip(ratio, 0.8, 1.2) * gains)
     return jnp.mean(jnp.square(values - targets) - gain)
 
 
@@ -77,9 +77,9 @@ def ppo(minibatches, spec):
         start, run, shuffle = jax.random.split(key, 3)
         states = jax.vmap(reset)(jax.random.split(start, ENVIRONMENTS))
         states = states if spec is None else lax.with_sharding_constraint(states, spec)
-        after, (states, actions, taken, values, rewards, ends) = rollout(w, run, states)
-        found = advantages(rewards, values, ends, network(w, after)[1])
-        batch = states, actions, taken, found, found + values
+        after, (states, actions, chosen_actions, values, rewards, ends) = rollout(w, run, states)
+        gains = advantages(rewards, values, ends, network(w, after)[1])
+        batch = states, actions, chosen_actions, gains, gains + values
         batch = jax.tree.map(lambda x: x.reshape(STEPS * ENVIRONMENTS, *x.shape[2:]), batch)
         if not minibatches:
             value, gradients = jax.value_and_grad(loss)(w, batch)

@@ -32,8 +32,8 @@ def states_of(fun, *args, batch=()):
         for path, _ in jax.tree.leaves_with_path(argument)
     ]
     results = [text(path) for path, _ in jax.tree.leaves_with_path(out)]
-    found = result_states(jaxpr, paths, results)
-    return [[paths[i] for i in state.arguments] for state in found]
+    states = result_states(jaxpr, paths, results)
+    return [[paths[i] for i in state.arguments] for state in states]
 
 
 def test_updated_state_in_any_order():

@@ -89,11 +89,11 @@ def test_positions_are_those_of_all_tokens():
 )
 def test_what_works_along_time_gathers_and_is_reported(fun, count):
     step = run(fun, np.float32(0.5), array(4, TOKENS, 3))
-    found = collectives(step)
-    assert found
-    assert all('along' not in reason or 'examples' in reason for reason in found)
+    counts = collectives(step)
+    assert counts
+    assert all('along' not in reason or 'examples' in reason for reason in counts)
     if count is not None:
-        assert sum(found.values()) == count
+        assert sum(counts.values()) == count
 
 
 def test_a_recurrence_over_time_runs_on_all_tokens():

@@ -35,9 +35,11 @@ def numbered(w, x):
 def exchanging(w, x):
     """All collectives, along an axis of two or more devices."""
     y = jnp.tanh(x @ w['a'])
-    whole = lax.all_gather(y, 'fsdp', axis=1, tiled=True) + lax.all_gather(y, 'fsdp').sum(0).sum(1)[:, None]
-    parts = lax.psum_scatter(whole, 'fsdp', scatter_dimension=1, tiled=True)
-    moved = lax.all_to_all(whole, 'fsdp', 1, 1, tiled=True)[:, :16]
+    gathered = (
+        lax.all_gather(y, 'fsdp', axis=1, tiled=True) + lax.all_gather(y, 'fsdp').sum(0).sum(1)[:, None]
+    )
+    parts = lax.psum_scatter(gathered, 'fsdp', scatter_dimension=1, tiled=True)
+    moved = lax.all_to_all(gathered, 'fsdp', 1, 1, tiled=True)[:, :16]
     size = lax.axis_size('fsdp')
     shifted = lax.ppermute(y, 'fsdp', [(i, (i + 1) % size) for i in range(size)])
     return parts + moved + shifted + lax.pmax(lax.stop_gradient(y), 'fsdp') + lax.pmean(y, 'fsdp')
@@ -109,9 +111,9 @@ def partitioned(fun, mesh_axes) -> tuple[PartitionedStep, list[jax.Array], list[
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return run_step(step, values, mesh, 'step')
 
-    found = [*jax.jit(inside)(*leaves, X)]
+    run_results = [*jax.jit(inside)(*leaves, X)]
     with jax.set_mesh(mesh):
-        return step, found, jax.tree.leaves(jax.jit(fun)(W, X))
+        return step, run_results, jax.tree.leaves(jax.jit(fun)(W, X))
 
 
 @pytest.mark.parametrize(
@@ -131,11 +133,15 @@ def test_values_of_a_step(name, check_vma):
         value, gradients = jax.value_and_grad(loss)(w, x)
         return value, jax.tree.map(lambda a, b: a - b, w, gradients), mapped(w, x)
 
-    found, values, expected = partitioned(step, mesh_axes)
+    partitioned_step, values, expected = partitioned(step, mesh_axes)
     assert_equal(values, expected)
-    assert any(row.what == 'examples' for row in found.collective_rows) == gathers
+    assert any(row.what == 'examples' for row in partitioned_step.collective_rows) == gathers
     # Along other axes it is still there.
-    mapped = [each for each in all_equations(found.jaxpr) if each.primitive.name == 'shard_map']
+    mapped = [
+        equation
+        for equation in all_equations(partitioned_step.jaxpr)
+        if equation.primitive.name == 'shard_map'
+    ]
     assert bool(mapped) == bool(manual and 'tp' in manual)
 
 
@@ -152,9 +158,9 @@ def test_one_inside_another():
         mapped = jax.shard_map(outer, in_specs=P('fsdp'), out_specs=P('fsdp'), axis_names={'fsdp'})
         return mapped(x) @ w['b']
 
-    found, values, expected = partitioned(step, TP)
+    partitioned_step, values, expected = partitioned(step, TP)
     assert_equal(values, expected)
-    assert not any(row.what == 'examples' for row in found.collective_rows)
+    assert not any(row.what == 'examples' for row in partitioned_step.collective_rows)
 
 
 def wide(w, x):
@@ -183,9 +189,11 @@ def test_backward_passes_take_what_forward_passes_keep(keeps):
         blocks = kept(w, x) if keeps == 'what is used as well' else ()
         return value, jax.tree.map(lambda a, b: a - b, w, gradients), blocks
 
-    found, values, expected = partitioned(step, TP)
+    partitioned_step, values, expected = partitioned(step, TP)
     assert_equal(values, expected)
-    assert any(row.what == 'examples' for row in found.collective_rows) == (keeps == 'what is used as well')
+    assert any(row.what == 'examples' for row in partitioned_step.collective_rows) == (
+        keeps == 'what is used as well'
+    )
 
 
 def test_blocks_go_from_one_shard_map_to_another_and_are_joined_for_others():
@@ -203,6 +211,6 @@ def test_blocks_go_from_one_shard_map_to_another_and_are_joined_for_others():
         blocks = first(w, x)
         return second(w, blocks), blocks, blocks[::-1].sum(0), second(w, blocks[::-1])
 
-    found, values, expected = partitioned(step, TP)
+    partitioned_step, values, expected = partitioned(step, TP)
     assert_equal(values, expected)
-    assert found.collective_rows
+    assert partitioned_step.collective_rows

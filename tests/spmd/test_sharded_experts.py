@@ -40,7 +40,7 @@ FORMS = {
         STACK,
     ),
     'one layer after the other': (
-        lambda w, x: back({name: each[1] for name, each in w.items()}, x),
+        lambda w, x: back({name: weight[1] for name, weight in w.items()}, x),
         STACK,
     ),
     'quantized': (
@@ -65,7 +65,7 @@ def test_rows_move_to_experts_and_no_expert_moves():
     def run_all(w, x):
         return {name: fun(w[name], x) for name, (fun, _) in FORMS.items()}
 
-    weights = {name: each for name, (_, each) in FORMS.items()}
+    weights = {name: weight for name, (_, weight) in FORMS.items()}
     specs = [P('fsdp') if leaf.ndim == 3 else P(None, 'fsdp') for leaf in jax.tree.leaves(weights)]
     with jax.default_matmul_precision('highest'):
         step, run = partitioned(run_all, weights, X, specs=specs)

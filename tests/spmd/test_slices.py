@@ -34,11 +34,11 @@ PROGRAMS = {
 @pytest.mark.parametrize('dim', [0, 1], ids=['examples', 'features'])
 def test_what_is_sent(dim):
     with jax.enable_x64(True):
-        found = {
+        sent = {
             name: collectives(partitioned(fun, W, X, batch_dim=dim)[0])
             for name, (fun, *_) in PROGRAMS.items()
         }
-    assert found == {name: expected[dim] for name, (_, *expected) in PROGRAMS.items()}
+    assert sent == {name: expected[dim] for name, (_, *expected) in PROGRAMS.items()}
 
 
 @pytest.mark.parametrize(

@@ -198,11 +198,11 @@ def partitioned_case(name):
 
 
 def counted(step, reductions):
-    found = {}
+    counts = {}
     for row in step.collective_rows:
         if row.bytes > 8 and ('reduce' in row.kind) == reductions:
-            found[row.kind, row.bytes] = found.get((row.kind, row.bytes), 0) + row.count
-    return found
+            counts[row.kind, row.bytes] = counts.get((row.kind, row.bytes), 0) + row.count
+    return counts
 
 
 @pytest.mark.parametrize('name', CASES)

@@ -127,8 +127,8 @@ def test_a_decoder(name):
     helper = MeshShardingHelper(sizes, axes)
     step = helper.sjit(training_step, in_shardings=(rule, batch), out_shardings=(rule, P()), batch_argnums=1)
     state, tokens = arguments()
-    found = Counter(each.primitive.name for each in all_equations(step.trace(state, tokens).jaxpr))
-    assert {kind: found[kind] for kind in COLLECTIVES if found[kind]} == expected
+    counts = Counter(equation.primitive.name for equation in all_equations(step.trace(state, tokens).jaxpr))
+    assert {kind: counts[kind] for kind in COLLECTIVES if counts[kind]} == expected
     (params, _), value = step(state, tokens)
     (other, _), other_value = jax.jit(training_step)(state, tokens)
     np.testing.assert_allclose(value, other_value, rtol=1e-6)
@@ -147,10 +147,10 @@ def test_a_step_that_is_not_handled_runs_as_it_is():
 
     w, x = np.eye(8, dtype='float32'), np.ones((8, 8), 'float32')
     with pytest.warns(PartitioningWarning) as warned:
-        found = helper.sjit(step, in_shardings=(FSDP, P('fsdp')), batch_argnums=1)(w, x)
-    np.testing.assert_array_equal(found, 2 * x)
+        result = helper.sjit(step, in_shardings=(FSDP, P('fsdp')), batch_argnums=1)(w, x)
+    np.testing.assert_array_equal(result, 2 * x)
     line = step.__code__.co_firstlineno + 1
-    assert [str(each.message).replace(__file__, 'test_step.py') for each in warned] == [
+    assert [str(warning.message).replace(__file__, 'test_step.py') for warning in warned] == [
         'step is not partitioned along its batch: it changes an array in place (jax.new_ref) '
         f'(test_step.py:{line} step). It runs as jax.jit runs it, and the compiler alone decides how '
         'activations are sharded.\nWhat to do: return a new array, as x.at[i].set(y) and the carry of a loop '
@@ -180,7 +180,7 @@ def test_a_mistake_of_the_partitioner_ends_no_program(monkeypatch):
     step = helper.sjit(lambda x: x + 1, in_shardings=P('fsdp'), batch_argnums=0)
     with pytest.warns(PartitioningWarning) as warned:
         np.testing.assert_array_equal(step(x), 2)
-    assert [str(each.message) for each in warned] == [
+    assert [str(warning.message) for warning in warned] == [
         '<lambda> is not partitioned along its batch: IndexError: no such number. It runs as jax.jit runs '
         'it, and the compiler alone decides how activations are sharded.\nWhat to do: report this, which is '
         'a bug in scalax; batch_argnums=() turns partitioning off.'
@@ -198,8 +198,8 @@ def test_a_function_with_a_partitioning_of_its_own_runs_on_blocks():
     )
     helper, x = MeshShardingHelper([4, 2], ['fsdp', 'tp']), np.ones((8, 8), 'float32')
     step = helper.sjit(lambda x: custom(jnp.sin(x)), in_shardings=P('fsdp'), batch_argnums=0)
-    found = Counter(each.primitive.name for each in all_equations(step.trace(x).jaxpr))
-    assert not any(found[kind] for kind in COLLECTIVES)
+    counts = Counter(equation.primitive.name for equation in all_equations(step.trace(x).jaxpr))
+    assert not any(counts[kind] for kind in COLLECTIVES)
     np.testing.assert_allclose(step(x), 2 * np.sin(x), rtol=1e-6)
 
 
@@ -215,9 +215,9 @@ def test_a_bug_of_the_partitioner_is_told_as_one(monkeypatch):
     w, x = np.eye(8, dtype='float32'), np.ones((8, 8), 'float32')
     with pytest.warns(PartitioningWarning) as warned:
         helper = MeshShardingHelper([8], ['fsdp'])
-        found = helper.sjit(step, in_shardings=(FSDP, P('fsdp')), batch_argnums=1)(w, x)
-    np.testing.assert_allclose(found, np.tanh(x) @ w, rtol=1e-6)
-    [message] = [str(each.message) for each in warned]
+        result = helper.sjit(step, in_shardings=(FSDP, P('fsdp')), batch_argnums=1)(w, x)
+    np.testing.assert_allclose(result, np.tanh(x) @ w, rtol=1e-6)
+    [message] = [str(warning.message) for warning in warned]
     assert f"KeyError: 'no such rule' (test_step.py:{step.__code__.co_firstlineno + 1} step)" in message
     assert message.endswith(
         'What to do: report this, which is a bug in scalax; batch_argnums=() turns partitioning off.'

@@ -32,10 +32,10 @@ def experts(w, x):
     """Tokens of each group go to experts: those that the router chooses, in places of theirs."""
     capacity = 4
     chosen = jax.nn.one_hot(jnp.argmax(x @ w['router'], -1), w['up'].shape[0])
-    place = (jnp.cumsum(chosen, 1) * chosen - 1).astype('int32')
-    dispatch = chosen[..., None] * jax.nn.one_hot(place, capacity)
-    taken = jnp.einsum('gsec,gsd->egcd', dispatch, x)
-    hidden = jnp.tanh(jnp.einsum('egcd,edh->egch', taken, w['up']))
+    positions = (jnp.cumsum(chosen, 1) * chosen - 1).astype('int32')
+    dispatch = chosen[..., None] * jax.nn.one_hot(positions, capacity)
+    expert_tokens = jnp.einsum('gsec,gsd->egcd', dispatch, x)
+    hidden = jnp.tanh(jnp.einsum('egcd,edh->egch', expert_tokens, w['up']))
     out = jnp.einsum('egch,ehd->egcd', hidden, w['down'])
     return jnp.mean(jnp.einsum('gsec,egcd->gsd', dispatch, out) ** 2 * x)
 
@@ -108,11 +108,11 @@ def test_values_are_those_of_one_device(name, mesh):
 
 def test_tokens_move_to_experts_and_the_experts_stay():
     step, _ = partitioned(sgd(experts), EXPERTS, array(8, 6, 16), result_specs=specs_of(EXPERTS))
-    found = collectives(step)
-    gathered = [reason for reason in found if reason.startswith('all_gather')]
+    counts = collectives(step)
+    gathered = [reason for reason in counts if reason.startswith('all_gather')]
     assert gathered == ["all_gather weight ['router'] for dot_general"]
     # To the experts and back, and gradients to the experts; nobody asks for those of the tokens.
-    assert sum(count for reason, count in found.items() if reason.startswith('all_to_all')) == 3
+    assert sum(count for reason, count in counts.items() if reason.startswith('all_to_all')) == 3
 
 
 @pytest.mark.parametrize('name', ['few examples', 'few images'])
@@ -156,9 +156,9 @@ def test_gradients_that_a_loop_adds_up_are_reduced_behind_it(form):
     # One product with the weight moves fewer bytes than its gradient; all rounds together move more.
     state, batch = {'h': array(64, 64) / 16}, array(8, 64)  # small, so that rounding does not grow
     step, run = partitioned(sgd(loss), state, batch, result_specs=specs_of(state))
-    found = collectives(step)
-    assert found.pop("reduce_scatter gradient of ['h']") == 1, found
-    assert all(count <= 2 for count in found.values()), found
+    counts = collectives(step)
+    assert counts.pop("reduce_scatter gradient of ['h']") == 1, counts
+    assert all(count <= 2 for count in counts.values()), counts
     assert_equal(run(), jax.jit(sgd(loss))(state, batch))
 
 
@@ -190,6 +190,6 @@ def test_indices_out_of_bounds_in_rows_of_a_table(mode, dtype, mesh):
     step_on_blocks, run = partitioned(step, table, at, mesh, result_specs=[P(), P('fsdp')])
     assert "reduce_scatter rows of ['table'] moved" in collectives(step_on_blocks)
     rows, gradient = jax.jit(step)(table, at)
-    found, added = run()
-    np.testing.assert_array_equal(found, rows)
+    results, added = run()
+    np.testing.assert_array_equal(results, rows)
     assert_equal([added], gradient)

@@ -113,15 +113,15 @@ def test_dimensions_along_other_axes(fun, expected):
     mesh = jax.sharding.AbstractMesh((4, 2), ('fsdp', 'tp'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     with jax.sharding.use_abstract_mesh(mesh):
         jaxpr = jax.make_jaxpr(fun)(jnp.ones((8, 8)))
-    known = AutoShardings(jaxpr, [(('tp',), ())], {'tp': 2})
-    assert known.of(jaxpr.jaxpr.outvars[0]) == expected
+    auto_shardings = AutoShardings(jaxpr, [(('tp',), ())], {'tp': 2})
+    assert auto_shardings.of(jaxpr.jaxpr.outvars[0]) == expected
 
 
 def test_a_function_that_is_called_in_two_ways_says_nothing():
     jaxpr = jax.make_jaxpr(shared(jnp.add))(jnp.ones((8, 8)))
-    known = AutoShardings(jaxpr, [(('tp',), ())], {'tp': 2})
+    auto_shardings = AutoShardings(jaxpr, [(('tp',), ())], {'tp': 2})
     [inner, *_] = [x.params['jaxpr'].jaxpr for x in jaxpr.jaxpr.eqns if x.primitive.name == 'jit']
-    assert known.of(inner.invars[0]) == ()
+    assert auto_shardings.of(inner.invars[0]) == ()
 
 
 WEIGHTS = {'a': array(8, 16), 'b': array(16, 8)}
@@ -171,11 +171,11 @@ def test_casts_and_transposes_keep_the_blocks():
 def test_one_dimension_over_both_axes(spec, mesh):
     _, run = run_momentum(mlp, WEIGHTS, array(8, 8), [spec, spec], mesh)
     types = (jax.sharding.AxisType.Auto,) * 2
-    wanted = jax.NamedSharding(jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=types), spec)
+    expected = jax.NamedSharding(jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=types), spec)
     for result in run()[:-1]:
         if spec == P(('tp', 'fsdp')):  # blocks along fsdp stay in one piece: out_shardings see to the rest
-            wanted = jax.NamedSharding(wanted.mesh, P(('fsdp', 'tp')))
-        assert result.sharding.is_equivalent_to(wanted, 2), result.sharding
+            expected = jax.NamedSharding(expected.mesh, P(('fsdp', 'tp')))
+        assert result.sharding.is_equivalent_to(expected, 2), result.sharding
 
 
 def test_axes_of_one_device_are_no_trouble():
@@ -244,8 +244,8 @@ def test_a_constraint_along_both_kinds_of_axes_is_split():
 def test_shardings_of_a_jit_inside_are_constraints():
     def fun(w, x):
         mesh = jax.sharding.get_abstract_mesh()
-        place = [jax.NamedSharding(mesh, spec) for spec in (P('fsdp'), P('fsdp', 'tp'))]
-        return jax.jit(jnp.tanh, in_shardings=place[0], out_shardings=place[1])(x @ w)
+        sharding = [jax.NamedSharding(mesh, spec) for spec in (P('fsdp'), P('fsdp', 'tp'))]
+        return jax.jit(jnp.tanh, in_shardings=sharding[0], out_shardings=sharding[1])(x @ w)
 
     w, x = array(8, 16), array(16, 8)
     step, run = partitioned(fun, w, x, TP, specs=[P('fsdp', 'tp')])

@@ -57,7 +57,7 @@ def test_who_asks_for_partitioning_is_told_once(helper, options, why, remedy):
     with pytest.warns(PartitioningWarning) as warned:
         step.trace(W, X)
         step.trace(W, jax.ShapeDtypeStruct((32, 8), 'float32'))
-    assert [str(each.message) for each in warned] == [
+    assert [str(warning.message) for warning in warned] == [
         f'<lambda>: partitioning={BatchPartitioning()} has no effect: {why}. It runs as jax.jit runs it, and '
         f'the compiler alone decides how activations are sharded.\nWhat to do: {remedy}.'
     ]

@@ -65,14 +65,14 @@ def placing(name, spec):
 
 def moved(step, *args):
     """How often examples are moved by each kind of collective, and for what."""
-    found = {}
+    rows = {}
     for row in step.explain_propagation(*args).gathered_examples:
-        found[row.kind, row.primitive] = found.get((row.kind, row.primitive), 0) + row.count
-    return found
+        rows[row.kind, row.primitive] = rows.get((row.kind, row.primitive), 0) + row.count
+    return rows
 
 
-def assert_close(found, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+def assert_close(results, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), results, expected)
 
 
 def test_values_are_placed_where_users_say():
@@ -82,9 +82,9 @@ def test_values_are_placed_where_users_say():
         return [placing(*case)(w, x) for case in cases]
 
     with jax.default_matmul_precision('highest'):
-        found, expected = HELPER.sjit(run_all, **SHARDINGS)(W, X), jax.jit(run_all)(W, X)
-    assert_close(found, expected)
-    for (name, spec), (value, _) in zip(cases, found, strict=True):
+        results, expected = HELPER.sjit(run_all, **SHARDINGS)(W, X), jax.jit(run_all)(W, X)
+    assert_close(results, expected)
+    for (name, spec), (value, _) in zip(cases, results, strict=True):
         assert name in INSIDE or value.sharding.is_equivalent_to(sharding(spec), 2), (name, spec)
 
 
