@@ -130,7 +130,7 @@ JOINS = [
 ]
 
 
-@pytest.mark.parametrize('one, other, joined', JOINS, ids=str)
+@pytest.mark.parametrize('first, second, joined', JOINS, ids=str)
 def test_joined(first, second, joined):
     assert join(first, second) == joined
 
