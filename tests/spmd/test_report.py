@@ -46,7 +46,7 @@ def compiled(fun, out=None):
 
 
 def line(fun, after):
-    return f'test_explained.py:{fun.__code__.co_firstlineno + after}'
+    return f'test_report.py:{fun.__code__.co_firstlineno + after}'
 
 
 def test_weights_and_gradients():
