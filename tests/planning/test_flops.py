@@ -26,9 +26,9 @@ def counted(fun, *arguments):
 
 def flops(fun, *arguments):
     """The operations of a function in which all of them can be counted."""
-    found = counted(fun, *arguments)
-    assert found.exactness is Exactness.EXACT
-    return found.count
+    counted_flops = counted(fun, *arguments)
+    assert counted_flops.exactness is Exactness.EXACT
+    return counted_flops.count
 
 
 # --- Single operations ----------------------------------------------------------------------------
@@ -295,9 +295,9 @@ BOUNDED = {
 }
 
 
-@pytest.mark.parametrize(('fun', 'products', 'known'), BOUNDED.values(), ids=BOUNDED)
-def test_bounds(fun, products, known):
-    assert counted(fun, X) == Flops(products * ONE, known)
+@pytest.mark.parametrize(('fun', 'products', 'exactness'), BOUNDED.values(), ids=BOUNDED)
+def test_bounds(fun, products, exactness):
+    assert counted(fun, X) == Flops(products * ONE, exactness)
 
 
 @pytest.mark.parametrize(
@@ -409,12 +409,12 @@ def test_remat_adds_the_forward_once(count):
     def layer(w, x):
         return jnp.tanh(x @ w)
 
-    one, arguments = 2 * 8 * 5 * 5, (leaf(count, 5, 5), leaf(8, 5))
+    layer_flops, arguments = 2 * 8 * 5 * 5, (leaf(count, 5, 5), leaf(8, 5))
     saved, again = (counted(layers(body), *arguments) for body in (layer, jax.checkpoint(layer)))
-    assert (saved.count, again.count) == (3 * count * one, 4 * count * one)
-    parts = {'forward': count * one, 'backward': 2 * count * one}
+    assert (saved.count, again.count) == (3 * count * layer_flops, 4 * count * layer_flops)
+    parts = {'forward': count * layer_flops, 'backward': 2 * count * layer_flops}
     assert saved.by_phase == parts
-    assert again.by_phase == {**parts, 'recomputed': count * one}
+    assert again.by_phase == {**parts, 'recomputed': count * layer_flops}
 
 
 CONFIG = model.ModelConfig(width=64, layers=4, heads=4, kv_heads=2, vocabulary=96)
@@ -469,14 +469,16 @@ def test_decoders(config, batch, sequence, monkeypatch):
     attention = 12 * sequence * config.width * config.layers * tokens
     again, params = gradient(config, batch, sequence)
     monkeypatch.setattr(jax, 'checkpoint', lambda fun: fun)
-    found, _ = gradient(config, batch, sequence)
+    flops_of_gradient, _ = gradient(config, batch, sequence)
     needed = 6 * size(params) * tokens - 6 * size(params['embed']) * tokens + attention
-    assert found.count == pytest.approx(needed, rel=0.01)
+    assert flops_of_gradient.count == pytest.approx(needed, rel=0.01)
     # Of a layer that is computed again, nobody needs the last product.
     weights = size(params['layers']) - size(params['layers']['down'])
-    assert again.count - found.count == pytest.approx(2 * weights * tokens + attention / 3, rel=0.01)
-    assert again.by_phase['recomputed'] == again.count - found.count
-    assert found.by_phase['backward'] == 2 * found.by_phase['forward']
+    assert again.count - flops_of_gradient.count == pytest.approx(
+        2 * weights * tokens + attention / 3, rel=0.01
+    )
+    assert again.by_phase['recomputed'] == again.count - flops_of_gradient.count
+    assert flops_of_gradient.by_phase['backward'] == 2 * flops_of_gradient.by_phase['forward']
 
 
 @pytest.mark.medium
@@ -510,18 +512,18 @@ def test_a_plan_has_the_operations_of_all_devices():
     def step(w, x):
         return x @ w
 
-    whole = 2 * 16 * 64 * 32
+    step_flops = 2 * 16 * 64 * 32
     divided = HELPER.plan(
         HELPER.sjit(step, in_shardings=(P(None, 'tp'), P('fsdp'))), leaf(64, 32), leaf(16, 64)
     )
-    assert (divided.flops, divided.flops_exactness) == (whole, Exactness.EXACT)
-    assert divided.device_cost.flops == whole // 8
+    assert (divided.flops, divided.flops_exactness) == (step_flops, Exactness.EXACT)
+    assert divided.device_cost.flops == step_flops // 8
     # Read: 4 x 64 of x and 64 x 16 of w; written: 4 x 16.
     assert divided.device_cost.bytes == 4 * (4 * 64 + 64 * 16 + 4 * 16)
     twice = HELPER.plan(HELPER.sjit(step, in_shardings=(P(), P('fsdp'))), leaf(64, 32), leaf(16, 64))
-    assert (twice.flops, twice.device_cost.flops) == (whole, whole // 4)
+    assert (twice.flops, twice.device_cost.flops) == (step_flops, step_flops // 4)
     alone = HELPER.plan(step, leaf(64, 32), leaf(16, 64))
-    assert (alone.flops, alone.device_cost.flops, alone.devices) == (whole, whole, 1)
+    assert (alone.flops, alone.device_cost.flops, alone.devices) == (step_flops, step_flops, 1)
 
 
 def attention_primitive(name, results):
@@ -548,9 +550,9 @@ def test_attention_of_cudnn_counts_as_attention_in_jax(layout, which):
     )
 
     def in_jax(*qkv):
-        swapped = [jnp.moveaxis(each, 1, 2) if layout else each for each in qkv]
-        found = jax.nn.dot_product_attention(*swapped)
-        return jnp.moveaxis(found, 1, 2) if layout else found
+        swapped = [jnp.moveaxis(x, 1, 2) if layout else x for x in qkv]
+        output = jax.nn.dot_product_attention(*swapped)
+        return jnp.moveaxis(output, 1, 2) if layout else output
 
     query, key = ((2, 8, 128, 64), (2, 4, 256, 64)) if layout else ((2, 128, 8, 64), (2, 256, 4, 64))
     found, written = (
@@ -559,10 +561,14 @@ def test_attention_of_cudnn_counts_as_attention_in_jax(layout, which):
         .jaxpr
         for f in (by_cudnn, in_jax)
     )
-    one = 2 * 2 * 8 * 128 * 256 * 64
-    assert count_flops(found).by_phase == {'forward': 2 * one, 'backward': 4 * one, 'recomputed': one}
-    assert count_flops(found) == Flops(7 * one)
-    assert count_model_flops(found) == count_model_flops(written) == 6 * one
+    matmul_flops = 2 * 2 * 8 * 128 * 256 * 64
+    assert count_flops(found).by_phase == {
+        'forward': 2 * matmul_flops,
+        'backward': 4 * matmul_flops,
+        'recomputed': matmul_flops,
+    }
+    assert count_flops(found) == Flops(7 * matmul_flops)
+    assert count_model_flops(found) == count_model_flops(written) == 6 * matmul_flops
 
 
 @pytest.mark.medium

@@ -38,10 +38,10 @@ def array(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
-def busy(kind, hardware, positions, whole=1e9):
+def busy(kind, hardware, positions, size=1e9):
     """Seconds of a collective, by network."""
     route = route_of(positions, torus_of(positions, hardware), 'x')
-    return collective_seconds(kind, whole, route, hardware, 1)
+    return collective_seconds(kind, size, route, hardware, 1)
 
 
 @pytest.fixture
@@ -55,21 +55,25 @@ def gathered():
 def test_all_programs_are_recorded():
     assert gpu_names() == sorted(PROGRAMS)
     for name, program in PROGRAMS.items():
-        one = recorded(name)
-        assert (one.topology, one.mesh, one.slices) == (program.topology, program.mesh, program.slices)
+        recording = recorded(name)
+        assert (recording.topology, recording.mesh, recording.slices) == (
+            program.topology,
+            program.mesh,
+            program.slices,
+        )
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_both_readers_count_the_same(name):
     """Collectives, flops and what goes to the host; and no more bytes than all arrays have."""
-    made, plan = recorded(name), recorded_plan(name)
-    second = executable_reader.read(made.executable, made.mesh, made.slices)
-    found = {}
+    recording, plan = recorded(name), recorded_plan(name)
+    second = executable_reader.read(recording.executable, recording.mesh, recording.slices)
+    totals = {}
     for row in plan.collectives:
-        count, size = found.get((row.kind, row.axes), (0, 0))
-        found[row.kind, row.axes] = count + row.count, size + row.count * row.bytes
-    assert found == second.collectives
+        count, size = totals.get((row.kind, row.axes), (0, 0))
+        totals[row.kind, row.axes] = count + row.count, size + row.count * row.bytes
+    assert totals == second.collectives
     moves = plan.host_transfers.to_host, plan.host_transfers.from_host
     assert (plan.device_cost.flops, *moves) == (second.flops, second.to_host, second.from_host)
     assert 0 < plan.device_cost.bytes <= second.hbm
@@ -138,7 +142,7 @@ def test_what_is_held_at_the_peak_has_a_name(name):
 def test_the_recordings_are_what_the_compiler_makes(name):
     if recorded(name).versions['jax'] != jax.__version__:
         pytest.skip('each compiler has its own memory')
-    made, before = made_plan(name), recorded_plan(name)
+    new, recorded_before = made_plan(name), recorded_plan(name)
     for field in (
         'memory',
         'flags',
@@ -148,10 +152,10 @@ def test_the_recordings_are_what_the_compiler_makes(name):
         'host_transfers',
         'flops',
     ):
-        assert getattr(made, field) == getattr(before, field), field
-    assert made.collectives == before.collectives
-    assert made.device_cost == before.device_cost
-    assert made.buffers == before.buffers
+        assert getattr(new, field) == getattr(recorded_before, field), field
+    assert new.collectives == recorded_before.collectives
+    assert new.device_cost == recorded_before.device_cost
+    assert new.buffers == recorded_before.buffers
 
 
 MINE = {'xla_gpu_enable_triton_gemm': True, 'xla_gpu_all_gather_combine_threshold_bytes': 123}
@@ -201,9 +205,9 @@ step = helper.sjit(lambda x: x @ x, in_shardings=PartitionSpec())
 print(helper.plan(step, jax.ShapeDtypeStruct((256, 256), 'bfloat16')).flags)
 """
     others = '--xla_gpu_enable_command_buffer=CUBLAS,FUSION', '--xla_allow_excess_precision=false'
-    given = ' '.join(['--xla_gpu_enable_triton_gemm=true', *others])
-    (tmp_path / 'flags').write_text(given, encoding='utf-8')
-    env = {**os.environ, 'XLA_FLAGS': str(tmp_path / 'flags') if in_a_file else given}
+    flags = ' '.join(['--xla_gpu_enable_triton_gemm=true', *others])
+    (tmp_path / 'flags').write_text(flags, encoding='utf-8')
+    env = {**os.environ, 'XLA_FLAGS': str(tmp_path / 'flags') if in_a_file else flags}
     command = [sys.executable, '-c', program]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == str((AUTOTUNE, *others))
@@ -235,9 +239,9 @@ def test_what_does_not_fit_says_so():
 def test_a_product_of_other_types():
     helper = MeshShardingHelper.from_topology('h100:1', [1], ['x'])
     for dtype in ('float32', 'float8_e4m3fn', 'int8', 'complex64'):
-        given = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((512, 256), (256, 1024))]
+        operands = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((512, 256), (256, 1024))]
         step = helper.sjit(jnp.matmul, in_shardings=P(), out_shardings=P())
-        plan = helper.plan(step, *given)
+        plan = helper.plan(step, *operands)
         assert (
             plan.device_cost.flops == plan.flops == (8 if dtype == 'complex64' else 2) * 512 * 256 * 1024
         ), dtype
@@ -309,8 +313,8 @@ def test_attention_of_cudnn(asked, pairs):
     backward = device_cost_of(
         parse(attention(**{**asked, 'name': f'{asked.get("name", "Softmax")}Backward'}))
     )
-    each = 2 * 2 * 3 * int(pairs.sum())
-    assert (forward.flops, backward.flops) == (each * (16 + 32), each * (3 * 16 + 2 * 32))
+    pair_flops = 2 * 2 * 3 * int(pairs.sum())
+    assert (forward.flops, backward.flops) == (pair_flops * (16 + 32), pair_flops * (3 * 16 + 2 * 32))
     assert {(work.exactness, work.kernels) for work in (forward, backward)} == {(Exactness.EXACT, 0)}
 
 
@@ -358,12 +362,12 @@ def test_measured_bus_bandwidth_is_below_that_of_the_roofline(kind):
     assert 0.7 < 370e9 / bus_bandwidth(kind, without) < 0.9
 
 
-def by_nccl(kind, whole, name, devices=8, domains=1, card=None):
+def by_nccl(kind, size, name, devices=8, domains=1, card=None):
     """The bandwidth of the bus, as NCCL expects it."""
     route = Route(domains, devices, devices, ())
-    seconds = nccl_seconds(kind, whole, route, TARGETS[name], card, HARDWARE[name].switches_add)
+    seconds = nccl_seconds(kind, size, route, TARGETS[name], card, HARDWARE[name].switches_add)
     times = 2 if kind == 'all-reduce' else 1
-    return times * whole * (route.size - 1) / route.size / seconds
+    return times * size * (route.size - 1) / route.size / seconds
 
 
 def permutes(inside, between):
@@ -392,8 +396,8 @@ def test_a_permute_between_hosts_is_not_a_part_of_one_inside_them():
     program, ids = permutes(INSIDE, BETWEEN), range(8)
     rows = collectives(program, *TWO_HOSTS, None, ids, switched=True)
     assert {(row.networks, row.crossing, row.count) for row in rows} == {(('ici',), 0, 1), (('dcn',), 4, 1)}
-    found = collective_times(lambda rows: [1.0 + row.crossing for row in rows], program, *TWO_HOSTS, ids)
-    assert {name: seconds for (_, name), (_, seconds) in found.items()} == {'in': 1.0, 'out': 5.0}
+    times = collective_times(lambda rows: [1.0 + row.crossing for row in rows], program, *TWO_HOSTS, ids)
+    assert {name: seconds for (_, name), (_, seconds) in times.items()} == {'in': 1.0, 'out': 5.0}
 
 
 @pytest.mark.parametrize(
@@ -439,8 +443,8 @@ ENTRY %main (x: f32[250], b: pred[]) -> f32[250] {{
 }}
 """)
     assert len(collectives(program, *TWO_HOSTS, None, range(8), switched=True)) == 1
-    found = collective_times(lambda rows: [row.group for row in rows], program, *TWO_HOSTS, range(8))
-    assert found == {('less', 'some'): ('all-gather', 4), ('more', 'moved'): ('all-to-all', 8)}
+    times = collective_times(lambda rows: [row.group for row in rows], program, *TWO_HOSTS, range(8))
+    assert times == {('less', 'some'): ('all-gather', 4), ('more', 'moved'): ('all-to-all', 8)}
 
 
 def test_switches_that_add():
@@ -469,11 +473,11 @@ def test_nccl_expects_no_less_than_the_roofline(kind, domains, devices):
     if len(positions) == 1:
         return
     route = route_of(positions, torus_of(positions, H100), 'x')
-    for whole in (2**10, 2**20, 2**26, 2**34):
-        least = max(collective_seconds(kind, whole, route, H100, 1))
-        expected = nccl_seconds(kind, whole, route, TARGETS['h100'], 5e10, True)
+    for size in (2**10, 2**20, 2**26, 2**34):
+        least = max(collective_seconds(kind, size, route, H100, 1))
+        expected = nccl_seconds(kind, size, route, TARGETS['h100'], 5e10, True)
         assert least < expected
-        assert expected < 2.1 * least or whole < 2**34  # a ring through two hosts takes twice what has to go
+        assert expected < 2.1 * least or size < 2**34  # a ring through two hosts takes twice what has to go
 
 
 @pytest.mark.parametrize(
@@ -482,23 +486,23 @@ def test_nccl_expects_no_less_than_the_roofline(kind, domains, devices):
 )
 def test_channels_of_switches_that_add(name, devices, bandwidth):
     """Of its own channel a device sends twice: 9 times 40 GB/s are less than 371. Few devices take rings."""
-    whole, target = 2.0**33, TARGETS[name]
+    size, target = 2.0**33, TARGETS[name]
     links = target.links * {9: 20.6e9, 10: 40.1e9}[target.capability[0]]
     rate = devices * bandwidth if bandwidth else links * devices / (devices - 1) / 2
     route = Route(1, devices, devices, ())
-    assert whole / nccl_seconds('all-reduce', whole, route, target, None, True) == pytest.approx(rate, 0.01)
+    assert size / nccl_seconds('all-reduce', size, route, target, None, True) == pytest.approx(rate, 0.01)
 
 
 def test_arrays_of_some_kilobytes_between_hosts_do_not_take_a_protocol_for_the_smallest():
     """LL carries 20.4 GB/s through the hosts' memory, and LL128 nine tenths of what eight cards do."""
     hosts = Route(4, 8, 32, ())
     seconds = [
-        nccl_seconds('all-gather', whole, hosts, TARGETS['h100'], 5e10, True) for whole in (2**16, 2**22)
+        nccl_seconds('all-gather', size, hosts, TARGETS['h100'], 5e10, True) for size in (2**16, 2**22)
     ]
     steps = 28, 3
     of_ll, of_ll128 = (
-        begin + steps[0] * inside + steps[1] * between + whole * 31 / 32 / rate
-        for begin, inside, between, whole, rate in (
+        begin + steps[0] * inside + steps[1] * between + size * 31 / 32 / rate
+        for begin, inside, between, size, rate in (
             (6.6e-6, 0.6e-6, 2.7e-6, 2**16, 20.4e9),
             (14e-6, 1.9e-6, 4e-6, 2**22, 0.92 * 18 * 20.6e9),
         )
@@ -534,8 +538,8 @@ def test_measured_bandwidth_of_network_cards_is_below_that_of_the_roofline():
 def test_networks_of_hosts():
     positions = [DevicePosition(i // 2) for i in range(4)]
     rows = [[0, 1]], [[0, 2]], [[0, 1, 2, 3]]
-    found = [networks_of(np.array(row), positions, switched=True) for row in rows]
-    assert found == [('ici',), ('dcn',), ('ici', 'dcn')]
+    networks = [networks_of(np.array(row), positions, switched=True) for row in rows]
+    assert networks == [('ici',), ('dcn',), ('ici', 'dcn')]
     assert networks_of(np.array([[0, 2]]), positions) == ()
 
 
@@ -560,10 +564,10 @@ def test_simulated_devices_fill_hosts_in_order():
 
 
 def test_what_was_compiled_for(gathered):
-    mine = dataclasses.replace(H100, name='mine', device_kinds=())
+    hardware = dataclasses.replace(H100, name='mine', device_kinds=())
     assert gathered.roofline().not_compiled_for == ''
     assert gathered.known_roofline == gathered.roofline()
-    assert 'not compiled for mine' in gathered.roofline(mine).not_compiled_for
+    assert 'not compiled for mine' in gathered.roofline(hardware).not_compiled_for
 
 
 def test_compilers_for_gpus_refuse_nothing(gathered):
@@ -576,10 +580,14 @@ def test_compilers_for_gpus_refuse_nothing(gathered):
 
 
 def test_more_than_jax_takes_of_a_gpu(gathered):
-    for taken, said in ((59e9, ''), (73.9e9, 'XLA_PYTHON_CLIENT_MEM_FRACTION=0.93'), (81e9, 'does NOT fit')):
-        memory = dataclasses.replace(gathered.memory, temporaries=int(taken), peak=0)
+    for size, message in (
+        (59e9, ''),
+        (73.9e9, 'XLA_PYTHON_CLIENT_MEM_FRACTION=0.93'),
+        (81e9, 'does NOT fit'),
+    ):
+        memory = dataclasses.replace(gathered.memory, temporaries=int(size), peak=0)
         text = str(dataclasses.replace(gathered, memory=memory))
-        assert said in text and ('MEM_FRACTION' in text) == ('MEM_FRACTION' in said)
+        assert message in text and ('MEM_FRACTION' in text) == ('MEM_FRACTION' in message)
 
 
 # --- Texts and files ------------------------------------------------------------------------------
@@ -614,15 +622,15 @@ def make_step(helper):
 @pytest.mark.medium
 @gpu_compiler.needed
 def test_a_search():
-    found = search(make_step, 'h100:2x4', ['fsdp', 'tp'], constraints={'tp': [1, 2, 4]})
-    assert found.fits and all(each.plan.platform == 'gpu' for each in found.candidates)
-    assert found.num_full_plans == 0
-    assert 'in full' not in str(found)
+    result = search(make_step, 'h100:2x4', ['fsdp', 'tp'], constraints={'tp': [1, 2, 4]})
+    assert result.fits and all(candidate.plan.platform == 'gpu' for candidate in result.candidates)
+    assert result.num_full_plans == 0
+    assert 'in full' not in str(result)
 
 
 @gpu_compiler.needed
 def test_a_search_with_an_axis_over_hosts():
-    found = search(
+    result = search(
         make_step,
         'h100:4',
         ['fsdp', 'tp'],
@@ -630,18 +638,18 @@ def test_a_search_with_an_axis_over_hosts():
         dcn_axis='fsdp',
         constraints={'tp': 4},
     )
-    assert {position.slice for position in found.best.device_positions} == {0, 1}
+    assert {position.slice for position in result.best.device_positions} == {0, 1}
 
 
 @pytest.mark.slow
 @gpu_compiler.needed
 def test_find():
-    found = autoshard(
+    result = autoshard(
         lambda w, x: x @ w,
         (array(1024, 1024), array(1024, 1024)),
         'h200:8',
         batch_argnums=1,
     )
-    assert found.plan.hardware is HARDWARE['h200']
-    assert found.fits is True
-    assert "'h200:8'" in found.to_code()
+    assert result.plan.hardware is HARDWARE['h200']
+    assert result.fits is True
+    assert "'h200:8'" in result.to_code()

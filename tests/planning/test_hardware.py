@@ -81,8 +81,8 @@ def test_names_and_kinds():
     assert find_hardware(None, 'TPU v5 lite').name == 'v5e'
     assert find_hardware(None, 'NVIDIA H100 80GB HBM3').name == 'h100'
     assert find_hardware('v4', 'cpu').name == 'v4'
-    mine = Hardware('mine')
-    assert find_hardware(mine, 'cpu') is mine
+    hardware = Hardware('mine')
+    assert find_hardware(hardware, 'cpu') is hardware
     kinds = [kind for entry in HARDWARE.values() for kind in entry.device_kinds]
     assert len(kinds) == len(set(kinds))
 
@@ -162,8 +162,8 @@ def test_the_tables_of_the_documentation(first, kinds, fields):
             value = getattr(HARDWARE[name], field)
             if field == 'hbm_bytes' and value is not None:
                 value = round(value / 2**30, 2)
-            known = None if cell == '-' else cell == 'True' if isinstance(value, bool) else float(cell)
-            assert known == value, (field, name)
+            expected = None if cell == '-' else cell == 'True' if isinstance(value, bool) else float(cell)
+            assert expected == value, (field, name)
 
 
 @pytest.mark.parametrize('kind', GPU_KINDS)

@@ -175,8 +175,8 @@ OF_CPUS = {
 @pytest.mark.parametrize('name', OF_CPUS)
 def test_bytes_of_cpu_programs(name):
     function, arguments, donated, moved = OF_CPUS[name]
-    found = planned(GPU, function, arguments, donated).device_cost.bytes
-    assert moved * 0.999 <= found <= moved * 1.001 + 1024
+    counted_bytes = planned(GPU, function, arguments, donated).device_cost.bytes
+    assert moved * 0.999 <= counted_bytes <= moved * 1.001 + 1024
 
 
 def planned(helper, function, arguments, donated):
@@ -254,7 +254,7 @@ KIB = 2**10
 def counted(entry, *computations):
     """The bytes of an optimized program, of whose entry only the lines are given."""
     body = textwrap.indent(textwrap.dedent(entry).strip('\n'), '  ')
-    others = [textwrap.dedent(each).strip('\n') for each in computations]
+    others = [textwrap.dedent(text).strip('\n') for text in computations]
     main = f'ENTRY %main (p: f32[256,256]) -> f32[] {{\n{body}\n}}\n'
     return device_cost_of(parse('\n\n'.join(['HloModule made, is_scheduled=true', *others, main]))).bytes
 

@@ -163,8 +163,8 @@ def test_names_of_operations(written, read):
 def test_elements_of_tuples_in_a_tuple(path, dtype):
     """XLA for GPUs prints which element of which element a kernel takes."""
     of = '((f32[8]{0}, s32[8]{0}), bf16[8]{0}, (pred[8]{0}, (u4[8]{0}, u8[8]{0})))'
-    made = f'%made = {of} custom-call(%p), custom_call_target="many"'
-    module = parse(program(made, f'ROOT %out = {dtype}[8]{{0}} negate(%made#{path})'))
+    call = f'%made = {of} custom-call(%p), custom_call_target="many"'
+    module = parse(program(call, f'ROOT %out = {dtype}[8]{{0}} negate(%made#{path})'))
     computation = module.computations[module.entry]
     [operand] = computation.instructions['out'].operands
     assert computation.array(operand).dtype == dtype

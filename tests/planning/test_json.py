@@ -34,7 +34,7 @@ def test_a_plan_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('text', 'said'),
+    ('text', 'message'),
     [
         ('{"version": 1', 'the text is not the JSON of a plan: '),
         ('{"version": 9}', 'the text is a plan of version 9, this scalax reads version 1: '),
@@ -43,10 +43,10 @@ def test_a_plan_comes_back(tmp_path):
         ('{"version": 1, "name": "step"}', 'the text is not a complete plan: '),
     ],
 )
-def test_what_is_no_plan(text, said):
+def test_what_is_no_plan(text, message):
     with pytest.raises((DataError, ArgumentError)) as wrong:
         Plan.load(text)
-    assert str(wrong.value).startswith(said)
+    assert str(wrong.value).startswith(message)
 
 
 def written():

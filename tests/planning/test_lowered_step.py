@@ -63,8 +63,8 @@ def test_what_is_on_the_host_does_not_count():
 
 @pytest.mark.parametrize('name', ['w', 'größe', 'a"b', "a'b", 'a\\b', 'a\\41', 'a}]b'])
 def test_shardings_of_arguments_by_their_names(name):
-    given, results = lowered(lambda tree: tree[name], {name: array(8, 16, spec=P('fsdp'))}).shardings
-    assert (given, results) == ([NamedSharding(HELPER.mesh, P('fsdp', None))], [None])
+    arguments, results = lowered(lambda tree: tree[name], {name: array(8, 16, spec=P('fsdp'))}).shardings
+    assert (arguments, results) == ([NamedSharding(HELPER.mesh, P('fsdp', None))], [None])
 
 
 # --- Fingerprints ---------------------------------------------------------------------------------

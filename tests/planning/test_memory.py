@@ -136,7 +136,9 @@ def test_memory_is_that_of_the_layout():
 def test_on_gpus_all_but_the_memory_of_the_host_is_one():
     """What collectives use has a space of its own there: here 4 KiB, for as long as the loop runs."""
     live = LIVE.replace('    one{}:0-9\n', '    one{}:0-9\n    fast{}:3-8\n')
-    apart, together = (read_layout(MemoryTables(REPORT, ASSIGNMENT, live), one) for one in (False, True))
+    apart, together = (
+        read_layout(MemoryTables(REPORT, ASSIGNMENT, live), one_memory) for one_memory in (False, True)
+    )
     memory, more = assigned_memory(apart), assigned_memory(together)
     assert (more.total - memory.total, more.peak - memory.peak) == (4 * KIB, 4 * KIB)
     assert (more.arguments, more.outputs, more.host) == (memory.arguments, memory.outputs, memory.host)
@@ -159,9 +161,9 @@ def test_rows_are_all_that_is_held_with_lines_and_arguments():
 
 
 def test_what_a_loop_makes_in_a_call_has_the_line_of_the_call():
-    made = '\n  ROOT %all = (s32[], f32[2,1024]) custom-call(%next), custom_call_target="All", '
+    call = '\n  ROOT %all = (s32[], f32[2,1024]) custom-call(%next), custom_call_target="All", '
     program = PROGRAM.replace('ROOT %next', '%next').replace(
-        'tuple(%state#0, %stack)', f'tuple(%state#0, %stack){made}metadata={{stack_frame_id=1}}'
+        'tuple(%state#0, %stack)', f'tuple(%state#0, %stack){call}metadata={{stack_frame_id=1}}'
     )
     stack, *_ = largest_buffers(read_layout(TABLES), parse(program))
     assert (stack.array, str(stack.source)) == ('f32[2,1024]', 'job.py:7 layer')
@@ -229,7 +231,7 @@ def moves(entry, *computations):
 
 
 def test_copies_to_and_from_the_host():
-    found = moves(
+    transfers = moves(
         f"""
         %p = {HOST} parameter(0)
         %in = (f32[8,1024]{{1,0:T(8,128)}}, {HOST}, u32[]{{:S(2)}}) copy-start(%p)
@@ -241,24 +243,24 @@ def test_copies_to_and_from_the_host():
         """
     )
     # 32 KiB are read and 16 KiB written; what stays on one side does not count.
-    assert found == HostTransfers(to_host=16 * KIB, from_host=32 * KIB)
+    assert transfers == HostTransfers(to_host=16 * KIB, from_host=32 * KIB)
 
 
 def test_what_moves_in_an_unknown_way_is_at_least_so_much():
-    found = moves(
+    transfers = moves(
         f"""
         %p = {HOST} parameter(0)
         %here = f32[8,1024]{{1,0:T(8,128)}} copy(%p)
         ROOT %back = {HOST} reverse(%here), dimensions={{0}}
         """
     )
-    assert found == HostTransfers(from_host=32 * KIB, exactness=Exactness.AT_LEAST)
+    assert transfers == HostTransfers(from_host=32 * KIB, exactness=Exactness.AT_LEAST)
 
 
 def test_slices_in_loops_count_each_round():
     """Seven rounds write 4 KiB each, asynchronously, and read 8 KiB."""
     state = f'(s32[]{{:T(128)}}, {HOST})'
-    found = moves(
+    transfers = moves(
         f"""
         %p = f32[1024] parameter(0)
         %zero = s32[] constant(0)
@@ -294,7 +296,7 @@ def test_slices_in_loops_count_each_round():
         }}
         """,
     )
-    assert found == HostTransfers(to_host=7 * 4 * KIB, from_host=7 * 8 * KIB, exactness=Exactness.EXACT)
+    assert transfers == HostTransfers(to_host=7 * 4 * KIB, from_host=7 * 8 * KIB, exactness=Exactness.EXACT)
 
 
 def test_the_link_to_the_host_bounds():

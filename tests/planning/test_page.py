@@ -27,11 +27,11 @@ def plan():
         return (x @ w).sum(0)
 
     fun = HELPER.sjit(step, in_shardings=(P('fsdp', 'tp'), P('fsdp')), out_shardings=P('tp'))
-    made = HELPER.plan(
+    base = HELPER.plan(
         fun, jax.ShapeDtypeStruct((4096, 4096), 'bfloat16'), jax.ShapeDtypeStruct((65536, 4096), 'bfloat16')
     )
     memory = dataclasses.replace(
-        made.memory,
+        base.memory,
         arguments=4 * GIB,
         outputs=GIB,
         temporaries=9 * GIB,
@@ -41,7 +41,7 @@ def plan():
     )
     positions = tuple(DevicePosition(0, (i % 2, i // 2)) for i in range(8))
     return dataclasses.replace(
-        made, memory=memory, device_positions=positions, platform='tpu', device_kind='TPU v5 lite', quick=True
+        base, memory=memory, device_positions=positions, platform='tpu', device_kind='TPU v5 lite', quick=True
     )
 
 
@@ -71,20 +71,20 @@ HOSTILE = '</script><script>alert(1)</script>\n"\'><img src=x onerror=alert(2)>\
 def hostile():
     """A plan with a name that means harm wherever it has a name of the user's."""
     source = Source(HOSTILE, f'/tmp/{HOSTILE}', 3, HOSTILE, HOSTILE)
-    made = plan()
+    base = plan()
     rows = tuple(
         dataclasses.replace(
             row, axes=(HOSTILE,), source=source, scopes=(ScopeRuns(HOSTILE, row.count),), phase='backward'
         )
-        for row in made.collectives
+        for row in base.collectives
     )
     work = dataclasses.replace(
-        made.device_cost, by_scope=(ScopeCost(HOSTILE, 'forward', made.device_cost.flops, 5),)
+        base.device_cost, by_scope=(ScopeCost(HOSTILE, 'forward', base.device_cost.flops, 5),)
     )
     words = HOSTILE, HOSTILE, HOSTILE, HOSTILE
     propagation = PropagationReport(
         HOSTILE,
-        {HOSTILE: made.devices},
+        {HOSTILE: base.devices},
         (HOSTILE,),
         (CollectiveRow(HOSTILE, 'examples', *words, (HOSTILE,), HOSTILE, 5, 1, is_backward=False),),
         (RedundantWork('examples', HOSTILE, HOSTILE, HOSTILE, 5, 5, 1),),
@@ -93,9 +93,9 @@ def hostile():
         batch=(HOSTILE,),
     )
     return dataclasses.replace(
-        made,
+        base,
         name=HOSTILE,
-        mesh={HOSTILE: made.devices},
+        mesh={HOSTILE: base.devices},
         collectives=rows,
         device_cost=work,
         refusal=HOSTILE,
@@ -104,44 +104,44 @@ def hostile():
     )
 
 
-def html_of(made, title=''):
-    return blocks.html(plan_blocks(made, title or made.name))
+def html_of(plan_, title=''):
+    return blocks.html(plan_blocks(plan_, title or plan_.name))
 
 
-def blocks_of(made):
-    return ET.fromstring(f'<div>{html_of(made)}</div>')
+def blocks_of(plan_):
+    return ET.fromstring(f'<div>{html_of(plan_)}</div>')
 
 
-def words(made):
+def words(plan_):
     """The texts of a plan's blocks, in order."""
-    return [text.strip() for text in blocks_of(made).itertext() if text.strip()]
+    return [text.strip() for text in blocks_of(plan_).itertext() if text.strip()]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('make', [plan, too_large, simulated, hostile])
 def test_a_plan_is_well_formed_and_self_contained(tmp_path, make):
-    made = make()
-    made.to_html(tmp_path / 'plan.html', title='A <b> title')
+    plan_ = make()
+    plan_.to_html(tmp_path / 'plan.html', title='A <b> title')
     page = (tmp_path / 'plan.html').read_text(encoding='utf-8')
     assert ET.fromstring(page).findtext('head/title') == 'A <b> title'
-    assert html_of(made, 'A <b> title') in page
+    assert html_of(plan_, 'A <b> title') in page
     # The only address is the name of a language, which nobody fetches.
     assert set(re.findall(r'\w+://[^"\s]+', page)) <= {'http://www.w3.org/2000/svg'}
     assert "default-src 'none'" in page and "script-src 'sha256-" in page
-    elements = [*blocks_of(made).iter()]
+    elements = [*blocks_of(plan_).iter()]
     assert not {element.tag for element in elements} & {'script', 'img', 'style'}
     attributes = {name for element in elements for name in element.attrib}
     assert not [name for name in attributes if name == 'id' or name.startswith('on')]
-    assert made._repr_html_().count('<script') == 1
-    made.to_html(tmp_path / 'plan.html')
+    assert plan_._repr_html_().count('<script') == 1
+    plan_.to_html(tmp_path / 'plan.html')
     assert ET.parse(tmp_path / 'plan.html').findtext('head/title').startswith('Plan of ')
 
 
 def test_words_of_a_page():
-    said = words(plan())
+    texts = words(plan())
     roofline = plan().roofline()
-    assert said[:6] == ['step', 'fsdp', '4', 'tp', '2', '8 devices of v5e']
-    figures = dict(zip(said[6:18:2], said[7:18:2], strict=True))
+    assert texts[:6] == ['step', 'fsdp', '4', 'tp', '2', '8 devices of v5e']
+    figures = dict(zip(texts[6:18:2], texts[7:18:2], strict=True))
     assert figures == {
         'the memory of a device': 'fits',
         'peak of memory of 15.8 GiB, 76.2 %': '12.0 GiB',
@@ -153,14 +153,14 @@ def test_words_of_a_page():
         'the model needs 2.20 TFLOPs': '2.20 TFLOPs',
     }
     verdict = '12.0 GiB of 15.8 GiB: it fits'
-    assert f'memory of each device (quick: the layout before code generation): {verdict}' in said
-    heads = said.index('reason')
-    assert said[heads - 6 : heads] == ['collective', 'axes', 'times', 'bytes', 'total', 'ms']
+    assert f'memory of each device (quick: the layout before code generation): {verdict}' in texts
+    heads = texts.index('reason')
+    assert texts[heads - 6 : heads] == ['collective', 'axes', 'times', 'bytes', 'total', 'ms']
     assert 'does not fit' in words(too_large()) and 'RESOURCE_EXHAUSTED: too <large>' in words(too_large())
-    said = words(too_large())
-    row = said.index("argument params['<b>']")
-    expected = ['1.0 GiB', '2 x bf16[48,4096]', said[row], '30.0 GiB', 'smaller arrays']
-    assert said[row - 2 : row + 3] == expected
+    texts = words(too_large())
+    row = texts.index("argument params['<b>']")
+    expected = ['1.0 GiB', '2 x bf16[48,4096]', texts[row], '30.0 GiB', 'smaller arrays']
+    assert texts[row - 2 : row + 3] == expected
 
 
 def test_three_figures():
@@ -186,10 +186,10 @@ def test_parts_of_a_step():
         return jax.grad(lambda w: layer(w, x).sum() ** 2)(w)
 
     fun = HELPER.sjit(step, in_shardings=(P('fsdp', 'tp'), P('fsdp')))
-    made = HELPER.plan(fun, *[jax.ShapeDtypeStruct((1024, 1024), 'bfloat16')] * 2)
+    plan_ = HELPER.plan(fun, *[jax.ShapeDtypeStruct((1024, 1024), 'bfloat16')] * 2)
     positions = tuple(DevicePosition(0, (i % 2, i // 2)) for i in range(8))
-    made = dataclasses.replace(made, device_positions=positions, device_kind='TPU v5 lite')
-    roofline, root = made.roofline(), blocks_of(made)
+    plan_ = dataclasses.replace(plan_, device_positions=positions, device_kind='TPU v5 lite')
+    roofline, root = plan_.roofline(), blocks_of(plan_)
     [table] = [
         section.find('.//table')
         for section in root.findall('section')
@@ -199,9 +199,9 @@ def test_parts_of_a_step():
     assert names[0] == 'forward' and {'backward', 'recomputed'} <= set(names)
     rows = table.findall('tbody/tr')
     sums = [sum(float(row[column].get('data-key') or 0) for row in rows) for column in range(1, 7)]
-    moved = sum(row.count * row.bytes for row in made.collectives)
+    moved = sum(row.count * row.bytes for row in plan_.collectives)
     network = sum(seconds for _, seconds in roofline.collectives)
-    work = made.device_cost
+    work = plan_.device_cost
     assert sums == pytest.approx([work.flops, work.bytes, moved, roofline.compute, roofline.hbm, network])
 
 
@@ -212,58 +212,58 @@ def test_the_batch():
     )
     alike = RedundantWork('examples', 'sort', 'model.py:9 route', 'float32[64]', 0, 256, 1)
     propagation = PropagationReport('step', {'fsdp': 8}, ('fsdp',), (row,), (alike,), batch=('x',))
-    said = words(dataclasses.replace(plan(), propagation=propagation))
-    title = said.index('Partitioning along the batch')
-    assert said[title + 1] == "partitioned along fsdp; its batch is 'x': 1 collective of scalax in one call"
-    assert 'examples gathered for sort at model.py:9 route: float32[64], 256 B' in said
-    assert 'computed redundantly by all devices: sort at model.py:9 route: float32[64], 256 B' in said
+    texts = words(dataclasses.replace(plan(), propagation=propagation))
+    title = texts.index('Partitioning along the batch')
+    assert texts[title + 1] == "partitioned along fsdp; its batch is 'x': 1 collective of scalax in one call"
+    assert 'examples gathered for sort at model.py:9 route: float32[64], 256 B' in texts
+    assert 'computed redundantly by all devices: sort at model.py:9 route: float32[64], 256 B' in texts
     assert 'Partitioning along the batch' not in words(dataclasses.replace(plan(), propagation=None))
 
 
 def test_simulated_devices_say_how_to_get_seconds():
-    made = simulated()
-    said = words(made)
-    [line] = [text for text in said if text.startswith('No seconds')]
-    code = said[said.index(line) + 1]
+    plan_ = simulated()
+    texts = words(plan_)
+    [line] = [text for text in texts if text.startswith('No seconds')]
+    code = texts[texts.index(line) + 1]
     assert line.startswith("No seconds for 'cpu' devices. ") and 'from_topology' in line
     assert code == "plan.roofline('v5p', torus={'fsdp': 4, 'tp': 2})"
-    assert eval(code, {'plan': made}).step_seconds.overlapped > 0
-    assert line in ' '.join(str(made).split()) and code in str(made)
-    assert 'no limit known' in said and 'bounds it' not in said
+    assert eval(code, {'plan': plan_}).step_seconds.overlapped > 0
+    assert line in ' '.join(str(plan_).split()) and code in str(plan_)
+    assert 'no limit known' in texts and 'bounds it' not in texts
 
 
 def test_a_gpu_of_ones_own_says_that_its_numbers_have_to_be_given():
-    made = dataclasses.replace(simulated(), platform='gpu', device_kind='Mine')
-    [line] = [text for text in words(made) if text.startswith('No seconds')]
+    plan_ = dataclasses.replace(simulated(), platform='gpu', device_kind='Mine')
+    [line] = [text for text in words(plan_) if text.startswith('No seconds')]
     assert line.startswith(
         "No seconds: the specs of 'Mine' devices are unknown: pass hardware=..., a scalax."
     )
-    assert "v5p', torus" not in str(made)
+    assert "v5p', torus" not in str(plan_)
 
 
 def test_a_page_leaves_out_nothing_that_text_says():
     [row, *_] = plan().collectives
     rows = (row, dataclasses.replace(row, cause='compiler'))
     memory = dataclasses.replace(plan().memory, host=GIB)
-    made = dataclasses.replace(
+    plan_ = dataclasses.replace(
         plan(), memory=memory, host_transfers=HostTransfers(2 * GIB, 0), collectives=rows
     )
-    said = words(made)
-    on_host = said.index('on the host')
+    texts = words(plan_)
+    on_host = texts.index('on the host')
     moved = '2.0 GiB are written there and 0 B read in one call'
-    assert said[on_host : on_host + 3] == ['on the host', '1.0 GiB', moved]
+    assert texts[on_host : on_host + 3] == ['on the host', '1.0 GiB', moved]
     tight = dataclasses.replace(memory, peak=15 * GIB, temporaries=12 * GIB)
-    whole = ' '.join(words(dataclasses.replace(made, memory=tight)))
-    assert '15.0 GiB, and 17.0 GiB with gaps between arrays, of 15.8 GiB: it does NOT fit' in whole
-    assert any(text.startswith('added by the compiler: ') for text in said)
+    page = ' '.join(words(dataclasses.replace(plan_, memory=tight)))
+    assert '15.0 GiB, and 17.0 GiB with gaps between arrays, of 15.8 GiB: it does NOT fit' in page
+    assert any(text.startswith('added by the compiler: ') for text in texts)
 
 
 def test_without_numbers_of_the_hardware():
     # What is not known of a link to hosts is named, in text and on the page.
-    made = dataclasses.replace(plan(), device_kind='TPU7x', host_transfers=HostTransfers(2**23, 2**24))
-    said = "specs that the hardware 'tpu7x' lacks: host_bytes_per_second."
-    assert said in ' '.join(str(made).split()) and said in ' '.join(words(made))
-    assert said not in ' '.join(words(plan()))
+    plan_ = dataclasses.replace(plan(), device_kind='TPU7x', host_transfers=HostTransfers(2**23, 2**24))
+    message = "specs that the hardware 'tpu7x' lacks: host_bytes_per_second."
+    assert message in ' '.join(str(plan_).split()) and message in ' '.join(words(plan_))
+    assert message not in ' '.join(words(plan()))
 
 
 def test_large_slices_are_short_to_write():
@@ -313,7 +313,7 @@ def test_collectives_sort(browser, tmp_path):
         return [cell.text for cell in cells]
 
     assert column('bytes') == ['512 B', '128 B', '4 B']
-    times = next(each for each in table.find_elements(By.TAG_NAME, 'button') if each.text == 'times')
+    times = next(button for button in table.find_elements(By.TAG_NAME, 'button') if button.text == 'times')
     times.click()
     assert column('times') == ['30', '9', '2']
     assert column('bytes') == ['4 B', '128 B', '512 B']
@@ -332,5 +332,5 @@ def test_a_plan_in_a_notebook(browser, tmp_path):
 
 
 def test_a_plan_that_was_saved_looks_the_same(tmp_path):
-    made = hostile()
-    assert html_of(Plan.load(made.to_json()), 'x') == html_of(made, 'x')
+    plan_ = hostile()
+    assert html_of(Plan.load(plan_.to_json()), 'x') == html_of(plan_, 'x')

@@ -38,8 +38,8 @@ def plan(microbatches=MICROBATCHES):
         (P('stage', 'fsdp'), P('fsdp')),
         None if microbatches is None else Pipeline('stage', microbatches),
     )
-    made = HELPER.sjit(step, in_shardings=rules, batch_argnums=1, pipeline=pipeline)
-    return HELPER.plan(made, jnp.ones((LAYERS, WIDTH, WIDTH)), jnp.ones((ROWS, WIDTH)))
+    compiled = HELPER.sjit(step, in_shardings=rules, batch_argnums=1, pipeline=pipeline)
+    return HELPER.plan(compiled, jnp.ones((LAYERS, WIDTH, WIDTH)), jnp.ones((ROWS, WIDTH)))
 
 
 @pytest.mark.slow
@@ -90,14 +90,14 @@ def test_idle_computing_is_not_the_models():
 @pytest.mark.slow
 def test_a_step_in_microbatches_runs_its_pipelines_as_often():
     rules = (P('stage', 'fsdp'), P('fsdp'))
-    made = HELPER.sjit(
+    compiled = HELPER.sjit(
         scalax.microbatch(step, 2, reduce='mean'),
         in_shardings=rules,
         batch_argnums=1,
         pipeline=Pipeline('stage', 2),
     )
-    found = HELPER.plan(made, jnp.ones((LAYERS, WIDTH, WIDTH)), jnp.ones((2 * ROWS, WIDTH)))
-    assert [(loop.executions, loop.flops) for loop in found.pipelines] == [
+    plan_ = HELPER.plan(compiled, jnp.ones((LAYERS, WIDTH, WIDTH)), jnp.ones((2 * ROWS, WIDTH)))
+    assert [(loop.executions, loop.flops) for loop in plan_.pipelines] == [
         (2, 2 * LAYERS * PRODUCT),
         (2, 4 * LAYERS * PRODUCT),
     ]
@@ -118,9 +118,9 @@ def test_the_schedule_is_one_that_can_run(rounds, is_backward):
                 done[work, stage] = tick
     assert len(done) == rounds * loop.num_microbatches * loop.stages
     for ((part, number), stage), tick in done.items():
-        place = order.index(stage)
-        if place:  # from the stage before, or at the first one from the last one of the round before
-            before = done[(part, number), order[place - 1]]
+        position = order.index(stage)
+        if position:  # from the stage before, or at the first one from the last one of the round before
+            before = done[(part, number), order[position - 1]]
         elif number:
             before = done[(part, number - 1), order[-1]]
         else:
@@ -157,7 +157,9 @@ def test_seconds():
 def test_a_page_draws_the_schedule():
     html = blocks.html(plan_blocks(plan(), 'Plan'))
     [drawn] = [
-        each for each in ET.fromstring(f'<div>{html}</div>').iter('div') if each.get('class') == 'ticks'
+        element
+        for element in ET.fromstring(f'<div>{html}</div>').iter('div')
+        if element.get('class') == 'ticks'
     ]
     rows = [[cell.text for cell in row.iter('span')] for row in drawn][1:]
     assert rows == [

@@ -43,11 +43,11 @@ def halved(x):
 def gathers(fun, *arguments):
     """How often the all-gathers along fsdp run, by how well that is known."""
     plan = HELPER.plan(HELPER.sjit(fun, in_shardings=P('fsdp', 'tp')), *arguments)
-    found = {}
+    counts = {}
     for row in plan.collectives:
         if row.axes == ('fsdp',):
-            found[row.exactness] = found.get(row.exactness, 0) + row.count
-    return found
+            counts[row.exactness] = counts.get(row.exactness, 0) + row.count
+    return counts
 
 
 @pytest.mark.medium
@@ -56,8 +56,8 @@ def gathers(fun, *arguments):
     [(0, 7, 7), (2, 11, 9), (3, 3, 0), (5, 6, 1)],
 )
 def test_trip_counts(start, stop, trips):
-    found = gathers(lambda x: jax.lax.fori_loop(start, stop, lambda i, x: halved(x), x), leaf(64, 64))
-    assert found == ({Exactness.EXACT: trips} if trips else {})
+    counts = gathers(lambda x: jax.lax.fori_loop(start, stop, lambda i, x: halved(x), x), leaf(64, 64))
+    assert counts == ({Exactness.EXACT: trips} if trips else {})
 
 
 def test_a_step_of_two():
@@ -241,10 +241,10 @@ def test_text_of_memory_and_of_quick_plans():
     # A program takes the gaps too.
     tight = dataclasses.replace(full, quick=True, memory=dataclasses.replace(memory, limit=5 * 2**20))
     assert tight.fits is False
-    said = '4.0 MiB, and 6.0 MiB with gaps between arrays, of 5.0 MiB: it does NOT fit'
-    assert tight.to_text(200).splitlines()[1].endswith(said)
-    said = '  temporaries     5.0 MiB, not all live at once; a full plan may have more'
-    assert tight.to_text(200).splitlines()[4] == said
+    message = '4.0 MiB, and 6.0 MiB with gaps between arrays, of 5.0 MiB: it does NOT fit'
+    assert tight.to_text(200).splitlines()[1].endswith(message)
+    message = '  temporaries     5.0 MiB, not all live at once; a full plan may have more'
+    assert tight.to_text(200).splitlines()[4] == message
     line = Source(file='job.py', line=7, function='layer')
     buffers = (
         Buffer(5 * 2**19, 'f32[256,1280]', line, 2),
@@ -274,10 +274,10 @@ def test_text_of_memory_and_of_quick_plans():
         '',
     ]
     assert Plan.load(held.to_json()) == held
-    for peak, said in {2**31 - 1: ', a rough guide for small programs', 2**31: ''}.items():
-        known = f'(quick: the layout before code generation{said})'
+    for peak, message in {2**31 - 1: ', a rough guide for small programs', 2**31: ''}.items():
+        source = f'(quick: the layout before code generation{message})'
         memory = dataclasses.replace(memory, peak=peak)
-        assert known in str(dataclasses.replace(full, quick=True, memory=memory))
+        assert source in str(dataclasses.replace(full, quick=True, memory=memory))
 
 
 def test_the_link_to_the_host_is_timed_if_it_is_used():
@@ -303,7 +303,7 @@ def resharded(x, *specs):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ('function', 'cause', 'said'),
+    ('function', 'cause', 'advice'),
     [
         (  # "Involuntary full rematerialization", as XLA calls it
             lambda x: resharded(x, P(('fsdp', 'tp')), P(None, 'fsdp')),
@@ -321,11 +321,11 @@ def resharded(x, *specs):
     ],
     ids=['no direct way', 'a direct way', 'a slice', 'a dynamic slice', 'fused'],
 )
-def test_what_to_try_is_said_where_it_is_known(function, cause, said):
+def test_what_to_try_is_said_where_it_is_known(function, cause, advice):
     plan = HELPER.plan(HELPER.sjit(function), leaf(64, 96, 16))
     assert {row.cause for row in plan.collectives} == {cause}
     text = [line for line in str(plan).splitlines() if line.startswith(('gathered in full', 'halo exchange'))]
-    assert [line[: len(said)] for line in text] == ([said] if said else [])
+    assert [line[: len(advice)] for line in text] == ([advice] if advice else [])
 
 
 def test_what_devices_compute_more_than_the_function_needs_is_said():
@@ -342,9 +342,9 @@ def test_what_devices_compute_more_than_the_function_needs_is_said():
     assert 8 * plan.device_cost.flops / plan.flops == pytest.approx(48 / 46)
     assert 'the devices compute 1.04 times that: halos, or work that is not sharded' in str(plan).splitlines()
     assert '1.04 times' in plan._repr_html_()
-    one = MeshShardingHelper([2], ['tp'], devices=jax.devices()[:2])
-    rows = one.sjit(convolve, in_shardings=(P('tp'), P()))
-    assert 'the devices compute' not in str(one.plan(rows, images, kernel))
+    pair = MeshShardingHelper([2], ['tp'], devices=jax.devices()[:2])
+    rows = pair.sjit(convolve, in_shardings=(P('tp'), P()))
+    assert 'the devices compute' not in str(pair.plan(rows, images, kernel))
 
 
 def test_what_devices_compute_in_a_loop_of_unknown_length_is_said():
@@ -366,8 +366,8 @@ def test_what_devices_compute_in_a_loop_of_unknown_length_is_said():
 @pytest.mark.parametrize(('taken', 'scattered'), [(4, True), (2, False)])
 def test_a_sum_is_scattered_if_each_device_keeps_its_part(taken, scattered):
     def block(x):
-        whole = jax.lax.psum(x, 'a')
-        return jax.lax.dynamic_slice_in_dim(whole, taken * jax.lax.axis_index('a'), taken)
+        total = jax.lax.psum(x, 'a')
+        return jax.lax.dynamic_slice_in_dim(total, taken * jax.lax.axis_index('a'), taken)
 
     plan = CUBE.plan(CUBE.shard_map(block, P(), P('a'), check_vma=False), leaf(8, 8))
     assert [(row.kind, row.axes, row.scattered) for row in plan.collectives] == [

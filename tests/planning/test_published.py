@@ -188,8 +188,8 @@ def gathered(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def summed(x: jax.Array, w: jax.Array) -> jax.Array:
-    mine = w.shape[0] * jax.lax.axis_index('fsdp')
-    return jax.lax.psum(jax.lax.dynamic_slice_in_dim(x, mine, w.shape[0], 1) @ w, 'fsdp')
+    start = w.shape[0] * jax.lax.axis_index('fsdp')
+    return jax.lax.psum(jax.lax.dynamic_slice_in_dim(x, start, w.shape[0], 1) @ w, 'fsdp')
 
 
 @pytest.mark.medium
@@ -309,22 +309,22 @@ def test_a_published_step_of_gpus() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('found', PUBLISHED.values(), ids=PUBLISHED)
-def test_published_steps_are_between_the_bounds(found: Published) -> None:
+@pytest.mark.parametrize('published_step', PUBLISHED.values(), ids=PUBLISHED)
+def test_published_steps_are_between_the_bounds(published_step: Published) -> None:
     """At least the time if everything overlaps, at most twice the time if nothing does."""
-    tokens = found.sequences * found.length
-    plan = plan_fsdp(found.model, tokens, found.saved)
-    attention = found.model.attention_flops(tokens, found.length)
+    tokens = published_step.sequences * published_step.length
+    plan = plan_fsdp(published_step.model, tokens, published_step.saved)
+    attention = published_step.model.attention_flops(tokens, published_step.length)
     plan = dataclasses.replace(
         plan, device_cost=dataclasses.replace(plan.device_cost, flops=plan.device_cost.flops + attention)
     )
-    torus = (2, 2, 2) if found.hardware is V5P else (4, 2)
-    hardware = RINGS[found.hardware.name]
+    torus = (2, 2, 2) if published_step.hardware is V5P else (4, 2)
+    hardware = RINGS[published_step.hardware.name]
     bound, estimate = plan.roofline(hardware, torus={'fsdp': torus}).step_seconds
-    assert bound <= found.seconds <= 2 * estimate
+    assert bound <= published_step.seconds <= 2 * estimate
     # What was published as MFU counts attention in full or, since 2025, by half.
     assert plan.model_flops is not None
-    peak = found.seconds * plan.devices * hardware.flops_per_second
+    peak = published_step.seconds * plan.devices * hardware.flops_per_second
     half, full = ((plan.model_flops + plan.devices * count * attention) / peak for count in (1, 2))
-    assert 0.98 * half < found.mfu < 1.02 * full
-    assert found.mfu < full * found.seconds / bound
+    assert 0.98 * half < published_step.mfu < 1.02 * full
+    assert published_step.mfu < full * published_step.seconds / bound

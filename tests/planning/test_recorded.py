@@ -98,7 +98,7 @@ def counts(entry, *computations, mesh=MESH, slices=1, kernel=''):
 
 def test_kinds_and_bytes():
     """Bytes are those of the whole array of a group; f32[256] is 1 KiB."""
-    found = counts(
+    result = counts(
         """
         %p = f32[256]{0:T(256)} parameter(0)
         %g = f32[1024]{0} all-gather(%p), channel_id=1, replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
@@ -113,7 +113,7 @@ def test_kinds_and_bytes():
         ROOT %z = f32[256]{0} copy(%p)
         """
     )
-    assert found.collectives == {
+    assert result.collectives == {
         ('all-gather', ('a',)): (1, 4 * KIB),
         ('all-reduce', ('b',)): (2, 1 * KIB + 2 * KIB),
         ('reduce-scatter', ('a',)): (1, 1 * KIB),
@@ -123,7 +123,7 @@ def test_kinds_and_bytes():
 
 
 def test_asynchronous_operations_count_once():
-    found = counts(
+    result = counts(
         """
         %p = f32[256] parameter(0)
         %gs = (f32[256], f32[1024]) all-gather-start(%p), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
@@ -143,7 +143,7 @@ def test_asynchronous_operations_count_once():
         }
         """,
     )
-    assert found.collectives == {
+    assert result.collectives == {
         ('all-gather', ('a',)): (1, 4 * KIB),
         ('collective-permute', ('a',)): (1, 4 * KIB),
         ('all-reduce', ('b',)): (1, KIB),
@@ -200,8 +200,8 @@ def test_the_fusions_of_one_collective_count_once():
 
 
 def test_two_collectives_of_one_channel_are_two():
-    found = counts(chain('.x') + chain('.y'), *CHAIN)
-    assert found.collectives == {('all-gather', ('a',)): (2, 8 * KIB)}
+    result = counts(chain('.x') + chain('.y'), *CHAIN)
+    assert result.collectives == {('all-gather', ('a',)): (2, 8 * KIB)}
 
 
 def test_the_middle_of_a_collective_alone_is_refused():
@@ -291,7 +291,7 @@ LOOPS = (
 
 def test_loops_in_loops():
     """``for i in 1, 3, 5, 7`` in ``for i in 0, -1, -2``."""
-    found = counts(
+    result = counts(
         """
         %p = f32[256] parameter(0)
         %zero = s32[] constant(0)
@@ -301,7 +301,7 @@ def test_loops_in_loops():
         """,
         *LOOPS,
     )
-    assert found.collectives == {
+    assert result.collectives == {
         ('all-reduce', ('b',)): (12, 12 * KIB),
         ('all-gather', ('a',)): (3, 12 * KIB),
     }
@@ -318,8 +318,8 @@ def test_loops_of_unknown_length():
         """
     with pytest.raises(AssertionError, match='depends on data'):
         counts(entry, *LOOPS)
-    known = entry.replace('body=%inner', 'body=%inner, backend_config={"known_trip_count":{"n":"5"}}')
-    assert counts(known, *LOOPS).collectives == {('all-reduce', ('b',)): (5, 5 * KIB)}
+    known_loop = entry.replace('body=%inner', 'body=%inner, backend_config={"known_trip_count":{"n":"5"}}')
+    assert counts(known_loop, *LOOPS).collectives == {('all-reduce', ('b',)): (5, 5 * KIB)}
 
 
 BRANCHES = (
@@ -348,11 +348,11 @@ def test_of_branches_the_largest_counts():
         %which = s32[] parameter(1)
         ROOT %z = f32[256] conditional(%which, %p, %p), branch_computations={%sends, %multiplies}
         """
-    found = counts(entry, *BRANCHES)
-    assert found.collectives == {('all-reduce', ('b',)): (2, 2 * KIB)}
-    assert found.flops == 2 * 16**3
+    result = counts(entry, *BRANCHES)
+    assert result.collectives == {('all-reduce', ('b',)): (2, 2 * KIB)}
+    assert result.flops == 2 * 16**3
     either = 'true_computation=%multiplies, false_computation=%sends'
-    assert counts(entry.replace('branch_computations={%sends, %multiplies}', either), *BRANCHES) == found
+    assert counts(entry.replace('branch_computations={%sends, %multiplies}', either), *BRANCHES) == result
 
 
 def test_collectives_across_slices():
@@ -407,9 +407,9 @@ def test_the_memory_of_the_host():
           ROOT %u = f32[8,256]{1,0:S(5)} dynamic-update-slice(%k, %x, %n)
         }
         """
-    found = counts(entry, write)
-    assert (found.to_host, found.from_host) == (9 * KIB, KIB)
-    assert not found.collectives
+    result = counts(entry, write)
+    assert (result.to_host, result.from_host) == (9 * KIB, KIB)
+    assert not result.collectives
     with pytest.raises(AssertionError, match='broadcast'):
         counts(entry.replace('%all = f32[8,256]{1,0}', '%all = f32[8,256]{1,0:S(5)}'), write)
 
@@ -456,7 +456,7 @@ def test_products(left, right, result, attributes, flops):
 
 
 def test_kernels_with_metadata_over_several_lines():
-    found = counts(
+    result = counts(
         """
         %p = f32[256] parameter(0)
         %k = f32[256] custom-call(%p), custom_call_target="tpu_custom_call", attributes={kernel_metadata={
@@ -467,7 +467,7 @@ def test_kernels_with_metadata_over_several_lines():
 }}, backend_config={"flag_configs":[]}
   ROOT %r = f32[256] all-reduce(%k), replica_groups=[4,2]<=[8], to_apply=%add""",
     )
-    assert found.collectives == {('all-reduce', ('b',)): (1, KIB)}
+    assert result.collectives == {('all-reduce', ('b',)): (1, KIB)}
 
 
 @pytest.mark.parametrize(
@@ -494,13 +494,17 @@ def test_all_programs_are_recorded():
     assert names() == sorted(PROGRAMS)
     assert len(PROGRAMS) >= 40
     for name, program in PROGRAMS.items():
-        one = recorded(name)
-        assert (one.topology, one.mesh, one.slices) == (program.topology, program.mesh, program.slices)
+        recording = recorded(name)
+        assert (recording.topology, recording.mesh, recording.slices) == (
+            program.topology,
+            program.mesh,
+            program.slices,
+        )
 
 
 def read(name):
-    one = recorded(name)
-    return executable_reader.read(one.executable, one.mesh, one.slices)
+    recording = recorded(name)
+    return executable_reader.read(recording.executable, recording.mesh, recording.slices)
 
 
 @pytest.mark.medium
@@ -508,13 +512,13 @@ def read(name):
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_recordings_are_whole(name):
     """The second reader knows all of each program, and what runs is what was dumped."""
-    one, found = recorded(name), read(name)
-    assert found.collectives
-    assert executable_reader.read(one.optimized, one.mesh, one.slices) == found
-    assert str(REPOSITORY) in one.partitioned
-    assert all(one.tables)
-    assert one.memory['peak_memory_in_bytes'] > 0
-    assert bool(found.to_host) == bool(found.from_host) == name.startswith(('offloaded', 'parked'))
+    recording, result = recorded(name), read(name)
+    assert result.collectives
+    assert executable_reader.read(recording.optimized, recording.mesh, recording.slices) == result
+    assert str(REPOSITORY) in recording.partitioned
+    assert all(recording.tables)
+    assert recording.memory['peak_memory_in_bytes'] > 0
+    assert bool(result.to_host) == bool(result.from_host) == name.startswith(('offloaded', 'parked'))
 
 
 # Counts that follow from the programs.

@@ -226,8 +226,8 @@ def test_gathering_in_a_node_of_gpus():
     """gpus.md, Quiz 2, Question 3 [AllGather cost]: bf16[4096, 65536], 8 GPUs of 450 GB/s: 1.04 ms."""
     node = Hardware('a node of 8', torus_axes=0, ici_bytes_per_second=450e9)
     route = route_of([DevicePosition(0)] * 8, torus_of([DevicePosition(0)] * 8, node), 'X')
-    found = collective_seconds('all-gather', 4096 * 65536 * BF16, route, node, 1)
-    assert found.ici == pytest.approx(1.04e-3, rel=0.01)
+    times = collective_seconds('all-gather', 4096 * 65536 * BF16, route, node, 1)
+    assert times.ici == pytest.approx(1.04e-3, rel=0.01)
 
 
 def test_the_days_of_a_training_run():
@@ -303,9 +303,13 @@ def test_an_all_reduce_of_which_each_keeps_its_part():
     assert plan.to_dict()['collectives'][0]['scattered'] is True
     assert '\nall-reduce, scattered  X ' in str(plan)
     assert plan.roofline(RINGS, torus={'X': 8}).parts['ici:X'] == pytest.approx(4096**2 * BF16 / 1.8e11)
-    whole = ALONG.plan(ALONG.sjit(step, in_shardings=P('X'), out_shardings=P()), *(array(8192, 4096),) * 2)
-    assert [(row.kind, row.scattered) for row in whole.collectives] == [('all-reduce', False)]
-    assert whole.roofline(RINGS, torus={'X': 8}).parts['ici:X'] == pytest.approx(2 * 4096**2 * BF16 / 1.8e11)
+    replicated = ALONG.plan(
+        ALONG.sjit(step, in_shardings=P('X'), out_shardings=P()), *(array(8192, 4096),) * 2
+    )
+    assert [(row.kind, row.scattered) for row in replicated.collectives] == [('all-reduce', False)]
+    assert replicated.roofline(RINGS, torus={'X': 8}).parts['ici:X'] == pytest.approx(
+        2 * 4096**2 * BF16 / 1.8e11
+    )
 
 
 def test_groups_that_are_a_part_of_an_axis():
@@ -319,9 +323,9 @@ def test_groups_that_are_a_part_of_an_axis():
     [row] = plan.collectives
     assert (row.axes, row.group, row.part) == (('X',), 2, (0, 2))
     assert plan.to_dict()['collectives'][0]['part'] == [0, 2]
-    [found] = plan.roofline(RINGS, torus={'X': 8}).communication
-    assert found.segments == (TorusSegment(0, 2, ring=False, stride=2),)
-    assert found.seconds == pytest.approx(2 * (4096 * 4096 * 4 / 2) * 2 / 9e10)
+    [communication] = plan.roofline(RINGS, torus={'X': 8}).communication
+    assert communication.segments == (TorusSegment(0, 2, ring=False, stride=2),)
+    assert communication.seconds == pytest.approx(2 * (4096 * 4096 * 4 / 2) * 2 / 9e10)
 
 
 def test_slices_of_a_plan():
@@ -390,8 +394,8 @@ def test_what_a_device_computes():
     share = plan.flops // 8
 
     def seconds(**work):
-        made = dataclasses.replace(plan, device_cost=DeviceCost(**work))
-        return made.roofline(RINGS, torus={'X': 8}).compute
+        plan_ = dataclasses.replace(plan, device_cost=DeviceCost(**work))
+        return plan_.roofline(RINGS, torus={'X': 8}).compute
 
     assert seconds(flops=share) == seconds() == pytest.approx(share / 4.59e14)
     assert seconds(flops=share // 2) == pytest.approx(share / 4.59e14 / 2)
@@ -414,11 +418,11 @@ def test_what_a_roofline_needs(snapshot):
 
 @pytest.mark.medium
 def test_devices_behind_a_switch():
-    mine = Hardware(
+    hardware = Hardware(
         *('mine', 1e14, 1e12, None, 1e11),
         torus_axes=0,
     )
-    roofline = fsdp(8).roofline(mine)
+    roofline = fsdp(8).roofline(hardware)
     assert roofline.parts['ici:X'] == pytest.approx(2 * BF16 * WIDTH * HIDDEN * 7 / 8 / 1e11)
     # What sends nothing needs no network.
     alone = ALONG.plan(lambda x: x @ x, array(64, 64)).roofline(Hardware('mine', 1e14, 1e12))
@@ -444,8 +448,8 @@ ENTRY %main (p: bf16[64,16]) -> bf16[64,64] {
 def test_gathers_that_are_written_twice_count_once():
     module = parse(PROGRAM)
     rows = collectives(module, {'fsdp': 4, 'tp': 2})
-    found = [(row.axes, row.count, row.bytes) for row in rows]
-    assert found == [(('fsdp',), 2, 8192), (('tp',), 1, 4096)]  # along fsdp in each of two dimensions
+    gathers = [(row.axes, row.count, row.bytes) for row in rows]
+    assert gathers == [(('fsdp',), 2, 8192), (('tp',), 1, 4096)]  # along fsdp in each of two dimensions
     flops = 2 * 64**3
     moved = 3 * 64 * 64 * 2
     scopes = (ScopeCost('', 'other', flops, moved),)

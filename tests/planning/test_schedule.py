@@ -210,7 +210,7 @@ def test_products_of_types_that_xla_has_not_measured(types, time, by):
 
     They take no less than the least: here what 2,400 bytes of complex numbers take to move.
     """
-    one, two, result = (f'{dtype}[10,10]' for dtype in types)
+    lhs, rhs, result = (f'{dtype}[10,10]' for dtype in types)
     numbers = '"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}'
     config = cost(sol=640).replace('{"operation', f'{{{numbers},"operation')
     product = {
@@ -218,15 +218,15 @@ def test_products_of_types_that_xla_has_not_measured(types, time, by):
         'triton': f'fusion(%x, %y), kind=kCustom, calls=%product, {cost(sol=640)}',
     }[by]
     text = f"""
-%product (p: {one}, q: {two}) -> {result} {{
-  %p = {one} parameter(0)
-  %q = {two} parameter(1)
+%product (p: {lhs}, q: {rhs}) -> {result} {{
+  %p = {lhs} parameter(0)
+  %q = {rhs} parameter(1)
   ROOT %r = {result} dot(%p, %q), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
 }}
 
-ENTRY %main (x: {one}, y: {two}) -> {result} {{
-  %x = {one} parameter(0)
-  %y = {two} parameter(1)
+ENTRY %main (x: {lhs}, y: {rhs}) -> {result} {{
+  %x = {lhs} parameter(0)
+  %y = {rhs} parameter(1)
   ROOT %z = {result} {product}
 }}
 """
@@ -299,8 +299,8 @@ ENTRY %main (x: f32[250], b: pred[]) -> f32[250] {{
 
 def test_loops_and_branches():
     """Of branches the longest counts: with a loop of its own, after the one outside."""
-    found = rows(of(LOOP))
-    kernels = {name: row for name, row in found.items() if name not in ('next', 'c')}  # of single numbers
+    all_rows = rows(of(LOOP))
+    kernels = {name: row for name, row in all_rows.items() if name not in ('next', 'c')}  # of single numbers
     assert kernels == {'inside': (20, 60), 'once': (1, 4), 'more': (1, 5)}
     assert of(LOOP).seconds == pytest.approx(sum(row.seconds for row in of(LOOP).kernels))
     assert [row.bound for row in of(LOOP).kernels if row.name == 'once'] == pytest.approx(
@@ -382,9 +382,9 @@ def test_a_compiler_that_writes_no_times():
 def test_kernels_take_what_the_compiler_says(name, monkeypatch):
     """As a second reader adds it up, on a device to which operations and bytes are next to nothing."""
     monkeypatch.setattr('scalax._planning.time.schedule._SCATTERED_FACTOR', math.inf)
-    made = recorded(name)
-    schedule = schedule_of(parse(made.optimized, True), 1e30, 1e30, 1e30, {})
-    second = executable_reader.read(made.executable, made.mesh, made.slices)
+    recording = recorded(name)
+    schedule = schedule_of(parse(recording.optimized, True), 1e30, 1e30, 1e30, {})
+    second = executable_reader.read(recording.executable, recording.mesh, recording.slices)
     assert schedule.seconds == pytest.approx(second.modelled * US, rel=1e-6)
 
 
@@ -425,10 +425,10 @@ def test_the_page_shows_the_kernels_where_the_schedule_is_far_from_the_bound():
 
 def test_the_parts_of_a_step_have_it_in_a_column(snapshot):
     plan = recorded_plan('fsdp h100')
-    found = {row.phase: 0.0 for row in plan.schedule.kernels}
+    seconds_by_phase = {row.phase: 0.0 for row in plan.schedule.kernels}
     for row in plan.schedule.kernels:
-        found[row.phase] += row.seconds
-    assert sum(found.values()) == pytest.approx(plan.schedule.seconds)
+        seconds_by_phase[row.phase] += row.seconds
+    assert sum(seconds_by_phase.values()) == pytest.approx(plan.schedule.seconds)
     text = plan.to_text(120)
     snapshot(text[text.index("by the compiler's schedule") : text.index('function  ')])
 

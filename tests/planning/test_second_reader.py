@@ -67,8 +67,8 @@ PROGRAMS = {
 }
 
 
-def compared(made, **options):
-    helper, fun, arguments, *_ = made
+def compared(step, **options):
+    helper, fun, arguments, *_ = step
     text = second_reader.after_partitioning(fun.lower(*arguments), **options)
     return helper.plan(fun, *arguments, quick=True), second_reader.read(text, dict(helper.mesh.shape))
 

@@ -57,12 +57,12 @@ def chips(*shape, cores=1, slices=1):
 def route(mesh, axes, positions, hardware):
     """What joins the groups of devices along some axes of a mesh; the same for all groups."""
     grid = np.arange(len(positions)).reshape(tuple(mesh.values()))
-    own = [i for i, name in enumerate(mesh) if name in axes]
-    rest = [i for i in range(grid.ndim) if i not in own]
+    group_dims = [i for i, name in enumerate(mesh) if name in axes]
+    rest = [i for i in range(grid.ndim) if i not in group_dims]
     torus = torus_of(positions, hardware)
-    groups = grid.transpose([*rest, *own]).reshape(-1, math.prod(mesh[axis] for axis in axes))
-    [found] = {route_of([positions[i] for i in group], torus, ' x '.join(axes)) for group in groups}
-    return found
+    groups = grid.transpose([*rest, *group_dims]).reshape(-1, math.prod(mesh[axis] for axis in axes))
+    [result] = {route_of([positions[i] for i in group], torus, ' x '.join(axes)) for group in groups}
+    return result
 
 
 def ring(axis, length, stride=1):
@@ -109,11 +109,11 @@ def test_which_axes_are_rings(name, shape, rings):
 
 
 def test_a_hardware_whose_rings_are_not_known(snapshot):
-    mine = dataclasses.replace(HARDWARE['tpu7x'], name='mine', ring_multiple=None)
-    one = torus_of(positions_of(chips(1, 1, 1, cores=2)), mine)
-    assert one == Torus((1, 1, 1), 2, (False, False, False))
+    hardware = dataclasses.replace(HARDWARE['tpu7x'], name='mine', ring_multiple=None)
+    torus = torus_of(positions_of(chips(1, 1, 1, cores=2)), hardware)
+    assert torus == Torus((1, 1, 1), 2, (False, False, False))
     with snapshot.raises(PlanError):
-        torus_of(positions_of(chips(4, 4, 4)), mine)
+        torus_of(positions_of(chips(4, 4, 4)), hardware)
 
 
 def test_a_torus_of_more_axes():
@@ -166,9 +166,9 @@ ROUTES = {
 
 @pytest.mark.parametrize(('mesh', 'axes', 'positions', 'hardware', 'segments'), ROUTES.values(), ids=ROUTES)
 def test_routes(mesh, axes, positions, hardware, segments):
-    found = route(mesh, axes, positions, hardware)
+    result = route(mesh, axes, positions, hardware)
     devices = math.prod(mesh[axis] for axis in axes)
-    assert found == Route(1, devices, devices, segments)
+    assert result == Route(1, devices, devices, segments)
 
 
 def test_the_order_of_a_mesh_does_not_matter():
@@ -218,8 +218,8 @@ OTHERS = {
 
 @pytest.mark.parametrize(('coords', 'segments', 'sharing'), OTHERS.values(), ids=OTHERS)
 def test_other_forms_share_the_box_around_them(coords, segments, sharing):
-    found = route_of([DevicePosition(0, at) for at in coords], Torus((16, 4), 1, (True, False)), 'tp')
-    assert found == Route(1, len(coords), len(coords), segments, sharing)
+    result = route_of([DevicePosition(0, at) for at in coords], Torus((16, 4), 1, (True, False)), 'tp')
+    assert result == Route(1, len(coords), len(coords), segments, sharing)
 
 
 def test_unlike_chips():

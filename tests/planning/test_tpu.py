@@ -115,8 +115,8 @@ def test_a_plan_counts_what_its_executable_runs():
     assert all(row.cause != 'compiler' for row in block().collectives)
 
 
-def _with_arguments(made):
-    fun, arguments = made
+def _with_arguments(step_and_arguments):
+    fun, arguments = step_and_arguments
     return fun, *arguments
 
 
@@ -179,10 +179,10 @@ def test_quick_memory_is_that_of_a_full_plan():
         plan.device_cost,
     )
     assert hurried.roofline() == plan.roofline()
-    said = (
+    message = (
         'memory of each device (quick: the layout before code generation, a rough guide for small programs): '
     )
-    assert said in str(hurried)
+    assert message in str(hurried)
     assert Plan.load(hurried.to_json()) == hurried
 
 
@@ -203,12 +203,12 @@ def refused():
 @pytest.mark.medium
 def test_what_does_not_fit_is_a_plan_too():
     plan = refused()
-    whole = 48 * 16384 * 65536 * 2  # bytes of one of the two weights
+    weight_bytes = 48 * 16384 * 65536 * 2  # bytes of one of the two weights
     assert plan.fits is False
     assert plan.refusal.startswith('RESOURCE_EXHAUSTED: ')
     assert 'exceeds available HBM (15.75G)' in plan.refusal
-    assert plan.memory.arguments == 2 * whole // 8 + 32768 // 4 * 16384 * 2
-    assert plan.memory.donated == 2 * whole // 8
+    assert plan.memory.arguments == 2 * weight_bytes // 8 + 32768 // 4 * 16384 * 2
+    assert plan.memory.donated == 2 * weight_bytes // 8
     assert f'required for HLO temporaries ({plan.memory.total / GIB:.2f}G)' in plan.refusal
     assert 0.99 * plan.memory.total < plan.memory.peak < plan.memory.total  # without gaps
     # What is known before memory is laid out is known all the same.
@@ -216,8 +216,8 @@ def test_what_does_not_fit_is_a_plan_too():
     assert rows(plan) == rows(quick(v5e(), *_with_arguments(train_step(v5e(), 48, 16384, 32768))))
     assert 'weight params/up for dot_general' in {row.reason for row in plan.collectives}
     assert [(row.path, row.spec, row.bytes_per_device) for row in plan.inputs.rows] == [
-        ('params/down', P(None, 'tp', 'fsdp'), whole // 8),
-        ('params/up', P(None, 'fsdp', 'tp'), whole // 8),
+        ('params/down', P(None, 'tp', 'fsdp'), weight_bytes // 8),
+        ('params/up', P(None, 'fsdp', 'tp'), weight_bytes // 8),
         ('x', P('fsdp'), 32768 // 4 * 16384 * 2),
     ]
     assert [(row.path, row.spec) for row in plan.outputs.rows] == [
@@ -264,9 +264,9 @@ def test_what_stays_on_the_host():
 
     fun = over.sjit(step, in_shardings=(device, host), out_shardings=(device, host), donate_argnums=(0, 1))
     plan = quick(over, fun, array(4096, 8192), array(4096, 8192))
-    one = 4096 * 8192 * 2 // 8  # bytes of each, on each device
-    assert (plan.memory.arguments, plan.memory.host) == (one, one)
-    assert plan.host_transfers == HostTransfers(to_host=one, from_host=one)
+    layer_bytes = 4096 * 8192 * 2 // 8  # bytes of each, on each device
+    assert (plan.memory.arguments, plan.memory.host) == (layer_bytes, layer_bytes)
+    assert plan.host_transfers == HostTransfers(to_host=layer_bytes, from_host=layer_bytes)
     assert plan.roofline().bottleneck == 'host:out'
     assert '  on the host     8.0 MiB, 8.0 MiB are written there and 8.0 MiB read in one call' in str(plan)
 
@@ -365,11 +365,13 @@ def test_a_permute_between_slices_is_one(axes, senders):
     assert plan.count('collective-permute') == 24
     [row] = plan.collectives
     parts = plan.roofline().parts
-    one = 4 * 2**18  # the bytes that each chip sends in a round
-    assert parts['dcn:x'] == pytest.approx(24 * senders * one / HARDWARE['v5e'].dcn_bytes_per_second)
+    chip_bytes = 4 * 2**18  # the bytes that each chip sends in a round
+    assert parts['dcn:x'] == pytest.approx(24 * senders * chip_bytes / HARDWARE['v5e'].dcn_bytes_per_second)
     if senders == 1:
         assert row.networks == ('ici', 'dcn')
-        assert parts['ici:x'] == pytest.approx(24 * one / HARDWARE['v5e'].ici_bytes_per_second, rel=1e-2)
+        assert parts['ici:x'] == pytest.approx(
+            24 * chip_bytes / HARDWARE['v5e'].ici_bytes_per_second, rel=1e-2
+        )
     else:
         assert row.networks == ('dcn',)
 

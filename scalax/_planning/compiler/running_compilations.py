@@ -29,20 +29,20 @@ def dump_folder() -> str | None:
 
 
 @contextlib.contextmanager
-def compiling(what: str) -> Iterator[None]:
+def compiling(description: str) -> Iterator[None]:
     """Reports a compilation to the watchers as running, inside the block.
 
     Args:
-        what: the function, and what it is compiled for.
+        description: the function and its devices.
     """
     with _lock:
-        _running.append(what)
+        _running.append(description)
         _notify()
     try:
         yield
     finally:
         with _lock:
-            _running.remove(what)
+            _running.remove(description)
             _notify()
 
 

@@ -1,1 +1,1 @@
-"""What one device computes, moves, holds and sends in one call of a step."""
+"""The cost of one call of a step on each device: FLOPs, HBM traffic, memory, collectives, host transfers."""

@@ -182,5 +182,5 @@ def test_collectives_of_an_update():
 def test_updates_of_recorded_programs(name):
     """By hand: parameters in bfloat16, as often as an optimizer of these steps moves them at least."""
     recording = recorded(name)
-    found = device_cost_of(parse(recording.optimized)).bytes_by_phase['update']
-    assert found >= recording.memory['argument_size_in_bytes'] / 2
+    update_bytes = device_cost_of(parse(recording.optimized)).bytes_by_phase['update']
+    assert update_bytes >= recording.memory['argument_size_in_bytes'] / 2

@@ -55,16 +55,16 @@ def test_each_collective_has_its_reason():
     ups = [row for row in plan.collectives if row.reason == 'weight params/blocks/up for dot_general']
     assert {(row.phase, row.count) for row in ups} == {('forward', LAYERS), ('backward', LAYERS)}
     line = loss.__code__.co_firstlineno + 2
-    assert {str(row.source) for row in ups} == {f'test_reasons.py:{line} layer'}
+    assert {str(row.source) for row in ups} == {f'test_collective_reasons.py:{line} layer'}
 
 
 def test_text_and_json():
     plan = made()
     text = plan.to_text(200)
     line = loss.__code__.co_firstlineno + 2
-    assert f'weight params/blocks/up for dot_general, test_reasons.py:{line} layer' in text
+    assert f'weight params/blocks/up for dot_general, test_collective_reasons.py:{line} layer' in text
     assert "partitioned along fsdp; its batch is 'x': " in text
-    assert 'examples gathered for sort at test_reasons.py:' in text
+    assert 'examples gathered for sort at test_collective_reasons.py:' in text
     assert Plan.load(plan.to_json()) == plan
 
 

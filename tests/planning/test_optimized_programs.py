@@ -39,15 +39,15 @@ class Read(NamedTuple):
 
 @functools.cache
 def read(name: str) -> Read:
-    made, devices = recorded(name), PROGRAMS[name].helper().mesh.devices.ravel()
-    program, partitioned = parse(made.optimized), parse(made.partitioned)
+    recording, devices = recorded(name), PROGRAMS[name].helper().mesh.devices.ravel()
+    program, partitioned = parse(recording.optimized), parse(recording.partitioned)
     ids = [device.id for device in devices]
     return Read(
-        collectives(program, made.mesh, positions_of(devices), partitioned, ids),
+        collectives(program, recording.mesh, positions_of(devices), partitioned, ids),
         device_cost_of(program),
         host_transfers(program),
-        assigned_memory(read_layout(MemoryTables(*made.tables))),
-        executable_reader.read(made.executable, made.mesh, made.slices),
+        assigned_memory(read_layout(MemoryTables(*recording.tables))),
+        executable_reader.read(recording.executable, recording.mesh, recording.slices),
     )
 
 
@@ -62,12 +62,12 @@ def moved(rows: tuple[Collective, ...]) -> int:
 @pytest.mark.medium
 @pytest.mark.parametrize('name', names())
 def test_both_readers_count_the_same(name: str) -> None:
-    found: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
+    totals: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
     for row in rows_of(name):
-        count, size = found.get((row.kind, row.axes), (0, 0))
-        found[row.kind, row.axes] = count + row.count, size + row.count * row.bytes
-    assert found == read(name).second.collectives
-    assert found
+        count, size = totals.get((row.kind, row.axes), (0, 0))
+        totals[row.kind, row.axes] = count + row.count, size + row.count * row.bytes
+    assert totals == read(name).second.collectives
+    assert totals
 
 
 @pytest.mark.medium
@@ -123,8 +123,10 @@ def test_between_slices_and_inside() -> None:
 
 def test_a_wrong_join_is_noticed() -> None:
     """Without the partitioner's program of the same compilation nothing is found."""
-    made, other = recorded('fsdp v5e'), recorded('rings v5e')
-    rows = collectives(parse(made.optimized), made.mesh, (), parse(other.partitioned.replace('sp', 'xy')))
+    recording, other = recorded('fsdp v5e'), recorded('rings v5e')
+    rows = collectives(
+        parse(recording.optimized), recording.mesh, (), parse(other.partitioned.replace('sp', 'xy'))
+    )
     assert {row.cause for row in rows} == {'compiler'}
 
 
@@ -146,15 +148,15 @@ def any_plan() -> Plan:
 
 
 def roofline_of(name: str) -> Roofline:
-    made, mesh = read(name), PROGRAMS[name].helper().mesh
+    program, mesh = read(name), PROGRAMS[name].helper().mesh
     return dataclasses.replace(
         any_plan(),
         mesh=PROGRAMS[name].mesh,
         devices=mesh.size,
-        memory=made.memory,
-        collectives=made.rows,
-        device_cost=made.device_cost,
-        host_transfers=made.host_transfers,
+        memory=program.memory,
+        collectives=program.rows,
+        device_cost=program.device_cost,
+        host_transfers=program.host_transfers,
         device_kind=mesh.devices.flat[0].device_kind,
         device_positions=positions_of(mesh.devices.flat),
         flops=0,
@@ -163,16 +165,16 @@ def roofline_of(name: str) -> Roofline:
 
 def seconds_by_hand(name: str) -> tuple[float, float]:
     """The times of the network if each chip receives over all of its links at once, and over one of them."""
-    made, hardware = PROGRAMS[name], HARDWARE[PROGRAMS[name].topology[:3]]
+    program, hardware = PROGRAMS[name], HARDWARE[PROGRAMS[name].topology[:3]]
     counts = read(name).second.collectives
     w, hop, links = hardware.ici_bytes_per_second, hardware.hop_seconds, 2 * hardware.torus_axes
     between_slices = hardware.dcn_bytes_per_second / hardware.chips_per_host
     all_links = one_link = 0.0
     for (kind, axes), (count, size) in counts.items():
-        group = math.prod(made.mesh[axis] for axis in axes)
+        group = math.prod(program.mesh[axis] for axis in axes)
         times = {'all-reduce': 2, 'all-to-all': 1 / group, 'collective-permute': 1 / (group - 1)}.get(kind, 1)
         received = size * (group - 1) / group * times
-        across = made.slices > 1 and axes == ('data',)
+        across = program.slices > 1 and axes == ('data',)
         all_links += 0 if across else received / (w * links)
         # A group that no ring joins needs more hops, and all-to-all crosses the middle of a line.
         one_link += received / between_slices if across else 4 * received / w + count * hop * 64

@@ -97,11 +97,11 @@ def test_functions_stand_for_scopes():
     plan = planned(step, X, X, in_shardings=(P('fsdp', 'tp'), P('fsdp')))
     assert is_whole(plan)
     assert {row.scope for row in plan.device_cost.by_scope} == {'step()/loss()', 'step()/loss()/attention()'}
-    (outer, whole), (inner, part) = costs_by_scope(plan, None)
+    (outer, outer_cost), (inner, inner_cost) = costs_by_scope(plan, None)
     assert (outer, inner) == ('step()/loss()', 'step()/loss()/attention()')
-    assert whole.flops == plan.device_cost.flops > part.flops > 0
+    assert outer_cost.flops == plan.device_cost.flops > inner_cost.flops > 0
     lines = plan.to_text(100).splitlines()
-    table = next(place for place, line in enumerate(lines) if line.startswith('function'))
+    table = next(index for index, line in enumerate(lines) if line.startswith('function'))
     assert [line.split('  ')[0] for line in lines[table + 2 : table + 4]] == [outer, inner]
 
 
@@ -117,8 +117,8 @@ def test_modules_of_flax():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            for place in range(4):
-                x = nn.remat(Block)(name=f'layers_{place}')(x)
+            for i in range(4):
+                x = nn.remat(Block)(name=f'layers_{i}')(x)
             return x
 
     model = Model()
@@ -129,8 +129,12 @@ def test_modules_of_flax():
 
     plan = planned(step, params, X, in_shardings=(P(), P('fsdp')), batch_argnums=())
     assert is_whole(plan)
-    one = 2 * 16 * 64 * 128
-    assert flops_of(plan, 'Model/layers_2/up') == {'forward': one, 'recomputed': one, 'backward': 2 * one}
+    matmul_flops = 2 * 16 * 64 * 128
+    assert flops_of(plan, 'Model/layers_2/up') == {
+        'forward': matmul_flops,
+        'recomputed': matmul_flops,
+        'backward': 2 * matmul_flops,
+    }
     # The first layer has no gradient of its input, and is still one of four.
     layers = 'Model/layers_{0..3}'
     assert [name for name, _ in costs_by_scope(plan, None)][:3] == [layers, f'{layers}/up', f'{layers}/down']

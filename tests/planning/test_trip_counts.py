@@ -362,9 +362,9 @@ def test_products_of_an_optimized_program():
     scopes = (ScopeCost('', 'backward', heads, 0), ScopeCost('', 'forward', two, 0))
     work = device_cost_of(parse(OPTIMIZED))
     assert tuple(dataclasses.replace(row, bytes=0) for row in work.by_scope) == scopes
-    whole = dataclasses.replace(work, by_scope=())
+    totals = dataclasses.replace(work, by_scope=())
     total = sum(moved.values())
-    assert whole == DeviceCost(two + heads, total, EXACT, parts, kernels=1, bytes_by_phase=moved)
+    assert totals == DeviceCost(two + heads, total, EXACT, parts, kernels=1, bytes_by_phase=moved)
 
 
 @pytest.mark.parametrize('target', ['__cublas$lt$groupedMatmul', '__cudnn$norm', '__gpu$xla.gpu.triton'])
@@ -453,7 +453,7 @@ ENTRY %main (x: f32[256]) -> f32[2048] {{
 
 def test_a_collective_that_goes_on_beside_a_loop_counts_once():
     """For TPUs an all-gather may last for all rounds of a loop, each of which has a clone of it."""
-    found = [
+    channels = [
         (instance.channel, instance.parent.count) for instance in collective_instances(parse(BESIDE_A_LOOP))
     ]
-    assert sorted(found) == [('7', 1), ('8', 5)]
+    assert sorted(channels) == [('7', 1), ('8', 5)]

@@ -123,9 +123,9 @@ STEPS = {
 @pytest.mark.parametrize(('fun', 'products', 'needed'), STEPS.values(), ids=STEPS)
 def test_parts_of_a_step(fun, products, needed):
     traced = jax.jit(fun).trace(leaf(4, 4), leaf(4, 4))
-    found = count_flops(traced.jaxpr)
-    assert {part: count / ONE for part, count in found.by_phase.items()} == products
-    assert found.count == sum(found.by_phase.values())
+    step_flops = count_flops(traced.jaxpr)
+    assert {part: count / ONE for part, count in step_flops.by_phase.items()} == products
+    assert step_flops.count == sum(step_flops.by_phase.values())
     assert count_model_flops(traced.jaxpr) == needed * ONE
 
 
@@ -133,8 +133,8 @@ def test_parts_of_a_step(fun, products, needed):
 @pytest.mark.parametrize('name', ['a gradient', 'in parts', 'a teacher'])
 def test_compiled_programs_have_the_same_parts(name):
     fun, products, _ = STEPS[name]
-    found = device_cost_of(parse(jax.jit(fun).lower(leaf(4, 4), leaf(4, 4)).compile().as_text())).by_phase
-    assert {part: count / ONE for part, count in found.items()} == products
+    by_phase = device_cost_of(parse(jax.jit(fun).lower(leaf(4, 4), leaf(4, 4)).compile().as_text())).by_phase
+    assert {part: count / ONE for part, count in by_phase.items()} == products
 
 
 def unknown(w, x):
@@ -180,10 +180,10 @@ def test_the_model_of_the_llama_steps(case):
     jaxpr = step.trace(*arguments).jaxpr
     by_hand = plan_llama.model_flops(case.model, arguments[0].params, 8)
     masked = 8 * plan_llama.SEQUENCE * 6 * case.model.layers * plan_llama.SEQUENCE * case.model.width
-    found = count_flops(jaxpr).by_phase
-    assert count_model_flops(jaxpr) == found['forward'] + found['backward']
+    by_phase = count_flops(jaxpr).by_phase
+    assert count_model_flops(jaxpr) == by_phase['forward'] + by_phase['backward']
     assert count_model_flops(jaxpr) == pytest.approx(by_hand + masked, rel=0.01)
-    assert found['backward'] == 2 * found['forward']
+    assert by_phase['backward'] == 2 * by_phase['forward']
 
 
 @pytest.mark.medium
