@@ -1,4 +1,4 @@
-"""Plans tell how a step is partitioned along its batch, which operations mix examples, or why it is not."""
+"""Plan section on partitioning: the batch, operations that mix examples, and why a step is unpartitioned."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Plans name the reasons of the collectives that scalax wrote, by the names of their operations."""
+"""Reasons in plans of the collectives that scalax wrote, from the names of their operations."""
 
 import types
 

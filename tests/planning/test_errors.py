@@ -1,4 +1,4 @@
-"""What `helper.plan` says of what it cannot plan, word by word."""
+"""Error messages of `helper.plan`, compared in full."""
 
 import signal
 import threading

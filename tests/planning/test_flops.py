@@ -1,4 +1,4 @@
-"""Floating-point operations: counted by hand, by XLA, and by what is known of decoders."""
+"""FLOPs: compared with counts by hand, with XLA, and with formulas for decoders."""
 
 import dataclasses
 import functools

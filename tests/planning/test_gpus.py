@@ -1,4 +1,4 @@
-"""Plans for GPUs: the compiler's programs, their memory, their networks and their seconds.
+"""Plans for GPUs: recorded programs, memory, networks and times.
 
 The programs are recorded, and compiled anew where the compiler is installed.
 """

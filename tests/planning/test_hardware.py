@@ -1,4 +1,4 @@
-"""The numbers of chips: wrong and missing ones are named, users bring their own."""
+"""Specs of chips: errors for invalid and missing specs, and user-defined hardware."""
 
 import dataclasses
 

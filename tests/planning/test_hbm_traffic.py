@@ -1,4 +1,4 @@
-"""The bytes that a device moves from and to its memory: by hand, by a second reader, and as they are read."""
+"""HBM traffic: compared with counts by hand and with a second reader of the program."""
 
 import re
 import textwrap

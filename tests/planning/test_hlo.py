@@ -1,4 +1,4 @@
-"""Reading programs: groups in every notation, types, loops, and what is refused rather than misread."""
+"""Parsing of HLO programs: replica groups in every notation, types, loops, and errors for unknown text."""
 
 import jax
 import numpy as np

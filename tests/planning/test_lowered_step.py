@@ -1,4 +1,4 @@
-"""Steps that are lowered: what they store, and when one can stand in for another."""
+"""Lowered steps: their properties, and their fingerprints."""
 
 import jax
 import jax.numpy as jnp

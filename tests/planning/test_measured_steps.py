@@ -1,4 +1,4 @@
-"""Plans of steps that ran on an H100, beside what was measured there, by `benchmarks.on_gpu`.
+"""Plans of steps that ran on an H100, compared with the measurements of `benchmarks.on_gpu`.
 
 *llama-1b-cublas* is the program that is planned where no GPU is, the others what XLA makes where one is.
 """

@@ -1,4 +1,4 @@
-"""Memory: what is held when most is held, and what moves to and from the host.
+"""Memory of programs: live bytes at the peak, their sources, and transfers to and from the host.
 
 Tables and programs written by hand, with numbers written by hand.
 """

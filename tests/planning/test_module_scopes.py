@@ -1,4 +1,4 @@
-"""Modules, named scopes and functions: what is read from op names and stacks, and that nothing is lost."""
+"""Modules, named scopes and functions of instructions, from op names and stack frames."""
 
 import jax
 import jax.numpy as jnp

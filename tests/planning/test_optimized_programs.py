@@ -1,4 +1,4 @@
-"""Plans of the recorded programs: what runs is counted, by a second reader too, and explained."""
+"""Plans of recorded optimized programs, compared with a second reader, and with the partitioner's program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans as pages: what is written, and how a browser shows it."""
+"""Plans as HTML pages: their content, and how a browser displays it."""
 
 import dataclasses
 import functools

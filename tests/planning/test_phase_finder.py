@@ -1,4 +1,4 @@
-"""The phases of a training step: forward, backward, update."""
+"""Phases of instructions without a phase in their name, such as the optimizer's update."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Forward, backward, and computed again: told apart in jaxprs and in programs; what of it a model needs."""
+"""Phases of a step (forward, backward, recomputed) in jaxprs and programs, and model FLOPs."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What plans say of pipelines: ticks, idle computing that is not the model's, what stages hold and send."""
+"""Plan section on pipelines: ticks, FLOPs of idle stages, memory and sends of stages."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""`helper.plan`: the collectives of programs whose collectives are known, counted and weighed by hand."""
+"""`helper.plan`: counts and bytes of collectives, compared with programs whose collectives are known."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What was published comes out: worked problems of the scaling book, and step times of MaxText.
+"""Plans compared with published figures: worked problems of the scaling book, and step times of MaxText.
 
 The book is https://jax-ml.github.io/scaling-book (sources: https://github.com/jax-ml/scaling-book). Its
 problems that are about one collective or one kind of parallelism are in test_roofline.

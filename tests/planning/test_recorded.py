@@ -1,4 +1,4 @@
-"""Recorded compilations for TPUs, and the second reader that counts what executables run.
+"""Recorded compilations for TPUs, and the second reader, which simulates executables and counts.
 
 The reader itself is held against programs written by hand, whose counts are numbers written by hand.
 """

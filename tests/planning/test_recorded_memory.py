@@ -1,4 +1,4 @@
-"""Memory of recorded programs for TPUs: 90 % of what is held at the peak has a line or an argument."""
+"""Memory of recorded TPU programs: 90 % of the live bytes at the peak have a known source."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What bounds a step: worked examples of the scaling book, each by its chapter, and programs compared.
+"""Rooflines: worked examples of the scaling book, each by its chapter, and programs compared.
 
 The book is https://jax-ml.github.io/scaling-book (sources: https://github.com/jax-ml/scaling-book).
 """

@@ -1,4 +1,4 @@
-"""The seconds along the compiler's schedule: what waits for what, and which times count."""
+"""The time along the compiler's schedule: asynchronous operations, waits, and the times of kernels."""
 
 import dataclasses
 import math

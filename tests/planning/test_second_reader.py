@@ -1,4 +1,4 @@
-"""Collectives as two readers count them: that of plans, and one of the tests, which runs the program."""
+"""Collectives of plans, compared with a second reader that simulates the program."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Where devices lie and what joins them: devices with coordinates like those of TPUs, in many meshes."""
+"""Positions of devices in a torus and the links between them, with fake devices in many meshes."""
 
 import dataclasses
 import itertools

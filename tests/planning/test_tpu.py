@@ -1,4 +1,4 @@
-"""Plans for TPUs that are not here: the real TPU compiler, on small programs."""
+"""Plans for TPUs that are not attached, with the real TPU compiler, on small programs."""
 
 import dataclasses
 import functools

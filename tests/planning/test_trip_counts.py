@@ -1,4 +1,4 @@
-"""Rounds of loops, solved in jaxprs and in programs alike, and the largest of several branches."""
+"""Trip counts of loops in jaxprs and programs, and the largest of several branches."""
 
 import dataclasses
 import re
