@@ -9,7 +9,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -194,10 +194,10 @@ def find_unused_clauses(
     used = {(_key(rule), index) for decision in distinct_decisions for rule, index in decision.clauses}
     unused: list[Clause] = []
     shadowed: list[Clause] = []
-    param_paths_by_rule: dict[Any, tuple[ShardingRule, list[list[str] | None]]] = {}
+    uses_by_rule: dict[Any, tuple[ShardingRule, list[list[str] | None]]] = {}
     for rule, param_paths in _all_rules(rules):
-        param_paths_by_rule.setdefault(_key(rule), (rule, []))[1].append(param_paths)
-    for key, (rule, uses) in param_paths_by_rule.items():
+        uses_by_rule.setdefault(_key(rule), (rule, []))[1].append(param_paths)
+    for key, (rule, uses) in uses_by_rule.items():
         patterns = _patterns(rule)
         params = [path for use in uses for path in use or ()]
         is_used_directly = None in uses
@@ -207,33 +207,47 @@ def find_unused_clauses(
             # A rule used for both params and optimizer state does not see the paths of the state.
             if is_used_directly and not (params and OptimizerStateShardingRule.__name__ in decision.origin)
         ]
-        for index, pattern in enumerate(patterns):
+        for index in range(len(patterns)):
             # The tables of the catalogue are for many models, so most of their regexes are unused in each.
             if (key, index) in used or clause_text((rule, index)) in catalogue.REGEXES:
                 continue
-            # The paths of a state do not show which parameter a leaf belongs to, and may lack parameters.
-            matching_params = [path for path in params if re.search(pattern, path)]
-            earlier_patterns = patterns[:index]
-            if any(not any(re.search(p, path) for p in earlier_patterns) for path in matching_params):
-                continue
-            matching_decisions = [decision for path, decision in leaves if re.search(pattern, path)]
-            if not matching_decisions and not matching_params:
+            status = _status((rule, index), patterns, leaves, params)
+            if status == 'unused':
                 unused.append((rule, index))
-                continue
-            is_nested = isinstance(rule, TreePathShardingRule) and isinstance(
-                rule.rules[index][1], ShardingRule
-            )
-            # Arrays of one element do not count, because no rule decides about them. If the clause has a
-            # rule, only an earlier clause shadows it: otherwise that rule may have had no answer.
-            shadowing = [
-                decision
-                for decision in matching_decisions
-                if decision.reason != ONE_ELEMENT
-                and (not is_nested or any(owner == rule and i < index for owner, i in decision.clauses))
-            ]
-            if shadowing or matching_params:
+            elif status == 'shadowed':
                 shadowed.append((rule, index))
     return unused, shadowed
+
+
+def _status(
+    clause: Clause, patterns: Sequence[Any], leaves: Sequence[tuple[str, Decision]], params: Sequence[str]
+) -> Literal['used', 'unused', 'shadowed']:
+    """Returns whether a clause that decided about no leaf is unused or shadowed.
+
+    Args:
+        clause: the clause.
+        patterns: the regexes of its rule.
+        leaves: the paths and decisions of the leaves that the rule saw directly.
+        params: the paths of the parameters that the rule decides about in optimizer states. The paths of a
+            state do not show which parameter a leaf belongs to, and the state may lack parameters.
+    """
+    rule, index = clause
+    matching_params = [path for path in params if re.search(patterns[index], path)]
+    if any(not any(re.search(pattern, path) for pattern in patterns[:index]) for path in matching_params):
+        return 'used'
+    matching_decisions = [decision for path, decision in leaves if re.search(patterns[index], path)]
+    if not matching_decisions and not matching_params:
+        return 'unused'
+    is_nested = isinstance(rule, TreePathShardingRule) and isinstance(rule.rules[index][1], ShardingRule)
+    # Arrays of one element do not count, because no rule decides about them. If the clause has a rule, only
+    # an earlier clause shadows it: otherwise that rule may have had no answer.
+    shadowing = [
+        decision
+        for decision in matching_decisions
+        if decision.reason != ONE_ELEMENT
+        and (not is_nested or any(owner == rule and i < index for owner, i in decision.clauses))
+    ]
+    return 'shadowed' if shadowing or matching_params else 'used'
 
 
 def _key(rule: ShardingRule) -> Any:
