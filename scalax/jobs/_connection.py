@@ -62,8 +62,8 @@ def resolve_host(function: str, host: str) -> str:
         ) from error
     if ipaddress.ip_address(address).is_unspecified:
         raise ArgumentError(
-            f'{function}: {host} stands for all addresses of a host, and receivers are told one. What to do: '
-            'give the name or the address by which they reach this host; localhost, if they run on it.'
+            f'{function}: {host} stands for all addresses of a host, but receivers need one. What to do: '
+            'give the name or the address by which they reach this host, or localhost if they run on it.'
         )
     return address
 

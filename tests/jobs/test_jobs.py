@@ -218,8 +218,8 @@ def test_invalid_addresses(address: Any) -> None:
         ('localhost:65536', "Sender: ports go from 0 to 65535, got 'localhost:65536'"),
         (
             '0.0.0.0:7117',
-            'Sender: 0.0.0.0 stands for all addresses of a host, and receivers are told one. What to do: '
-            'give the name or the address by which they reach this host; localhost, if they run on it.',
+            'Sender: 0.0.0.0 stands for all addresses of a host, but receivers need one. What to do: '
+            'give the name or the address by which they reach this host, or localhost if they run on it.',
         ),
     ],
 )

@@ -373,7 +373,7 @@ def check_replicas_that_differ() -> None:
     with raises(
         'local_data_to_global_array: processes that load the same examples hold different values '
         f"(mesh ({sizes}), batch on axis 0 over mesh axes 'data', local_batch='addressable'):\n"
-        f'  y: examples 2:4 of process {count() - 1} are not those of process 0\n'
+        f'  y: examples 2:4 of process {count() - 1} differ from those of process 0\n'
         'What to do: load exactly the examples that helper.process_examples gives, with the same shuffling, '
         'augmentation and seed on every process.'
     ):

@@ -146,7 +146,7 @@ def _compare_replicas(batch: LocalBatch) -> None:
         size = batch.shapes[i][batch.axes[i] or 0] // layout.num_tiles
         lines.append(
             f'{tree.paths[i] or "(the leaf itself)"}: examples {tile * size}:{(tile + 1) * size} of process '
-            f'{", ".join(map(str, processes))} are not those of process {first[i, tile][0]}'
+            f'{", ".join(map(str, processes))} differ from those of process {first[i, tile][0]}'
         )
     if lines:
         raise DataError(

@@ -92,7 +92,7 @@ class Prefetch(Iterator[Batch], contextlib.AbstractContextManager['Prefetch[Batc
         self, iterable: Iterable[Batch], options: global_batch.BatchOptions, size: int, check: bool
     ) -> None:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise DataError(f'size is how many batches are loaded ahead, at least 1, got {size!r}')
+            raise DataError(f'size is the number of batches to prefetch, a positive integer, got {size!r}')
         process_collectives.require_this_process(options.mesh)
         self._must_agree = check and process_collectives.processes_of(options.mesh).is_multiprocess
         self._options = options
@@ -189,8 +189,8 @@ class Prefetch(Iterator[Batch], contextlib.AbstractContextManager['Prefetch[Batc
         """
         if not self._stateful:
             raise DataError(
-                'the iterator that is loaded ahead has no get_state. Give an iterator with a state, such as '
-                'one of Grain, or count batches and start from that number'
+                'the prefetched iterator has no get_state. Pass an iterator with a state, such as one from '
+                'Grain, or count the batches and skip as many after a restart'
             )
         return copy.deepcopy(self._iterator_state)
 

@@ -54,19 +54,20 @@ _CURES = {
 _JOINING = 'joining the other processes'
 _HANGS = {
     _JOINING: (
-        'start it for all processes at the same time, as the program is (srun, mpirun, gcloud --worker=all); '
-        'each must reach the port of the coordinator, without an http_proxy in between (no_proxy)'
+        'start `scalax doctor` for all processes at the same time, as you start the program (srun, mpirun, '
+        'gcloud --worker=all); each must reach the port of the coordinator, without an http_proxy in '
+        'between (no_proxy)'
     ),
     'opening the devices': (
-        'on a slice of several hosts, start it on all of them at the same time; else another process may '
+        'on a slice of several hosts, start it on all hosts at the same time; otherwise another process may '
         'hold the devices (lsof /dev/accel* /dev/vfio/*, nvidia-smi), or they need a restart'
     ),
     'running a program on each device': (
         'the device accepts programs and does not respond: restart the machine, or return it'
     ),
     'comparing the processes': (
-        'devices of different hosts do not reach one another, or their programs differ: compare what is '
-        'above on each of them; check the network between them (NCCL_DEBUG=INFO shows what NCCL does)'
+        'devices of different hosts do not reach one another, or their programs differ: compare the facts '
+        'above on each host; check the network between the hosts (NCCL_DEBUG=INFO logs the actions of NCCL)'
     ),
 }
 

@@ -205,7 +205,7 @@ def test_a_batch_that_does_not_fit(snapshot: Snapshot) -> None:
 def test_invalid_sizes(size: Any) -> None:
     with pytest.raises(DataError) as error:
         HELPER.prefetch([], size=size)
-    assert str(error.value) == f'size is how many batches are loaded ahead, at least 1, got {size!r}'
+    assert str(error.value) == f'size is the number of batches to prefetch, a positive integer, got {size!r}'
 
 
 def test_not_iterable() -> None:
