@@ -1,4 +1,4 @@
-"""The exit codes of the command line, all of them."""
+"""Exit codes of the command line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class ExitCode(enum.IntEnum):
-    """What the exit code of a command means; `docs/command_line.md` has the same table."""
+    """The exit codes of commands, with their meaning; `docs/command_line.md` has the same table."""
 
     DONE = 0, 'done: the step fits, or its memory is unknown; doctor and verify find nothing'
     FAILED = 1, 'it failed: the compiler, the file, a missing package'
@@ -19,7 +19,7 @@ class ExitCode(enum.IntEnum):
     meaning: str
 
     def __new__(cls, code: int, meaning: str) -> ExitCode:
-        """A code with its meaning."""
+        """Makes a code with its meaning."""
         member = int.__new__(cls, code)
         member._value_ = code
         member.meaning = meaning

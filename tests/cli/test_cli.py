@@ -256,7 +256,7 @@ def test_find(job, tmp_path, capsys):
     assert '<title>A rule for &lt;lambda&gt;</title>' in page.read_text()
     tried = len(trials.read_text().splitlines())
     done = here(capsys, 'autoshard', f'{job}:make_one_device', *on, '--json')
-    assert json.loads(done.stdout)['tried'] == tried == len(trials.read_text().splitlines()) > 1
+    assert json.loads(done.stdout)['num_trials'] == tried == len(trials.read_text().splitlines()) > 1
     done = here(capsys, 'autoshard', f'{job}:make_one_device', *on, '--code')
     assert done.stdout.startswith('from scalax.sharding import MeshShardingHelper')
     done = here(capsys, 'autoshard', f'{job}:make_too_much', '--topology', 'v5e:2x2', '--batch', 1)
@@ -413,7 +413,7 @@ def test_doctor_asks_a_program_that_is_not_there(capsys):
     assert done.stderr == (
         'error: process 0 does not answer at localhost:1 ([Errno 111] Connection refused): see the logs of '
         'the others. What to do: if SCALAX_RUN_TOKEN is set in the run, set it here to the same value; a '
-        'run on several hosts without it answers nobody\n'
+        'run on several hosts without it does not answer\n'
     )
 
 
@@ -604,7 +604,7 @@ def test_a_file_that_is_called_as_a_module_is_takes_nobodys_name(tmp_path, capsy
         ),
         (
             ('autoshard', 'make_step', '--batch', '1', '--topology', 'v5e:2x2'),
-            "no arguments (missing a required argument: 'helper'); one of a helper is for plan, search, "
+            "no arguments (missing a required argument: 'helper'); one with a helper is for plan, search, "
             'verify and explain',
         ),
     ],

@@ -93,10 +93,11 @@ def end_of(process):
 
 COMPILING = "'step' for 8 'cpu' devices (fsdp=4, tp=2)"
 FAULT_OF_THE_COMPILER = (
-    'What to do: this is a fault of the compiler, which may have printed more above. Leave out parts of the '
-    'function, until you know which operation it is, and write that in another way. Other programs may '
-    'compile: for another topology or mesh (--sizes leaves meshes out), with --quick, which skips the last '
-    'passes of the compiler for TPUs, or without --topology, where devices are simulated. Please report it: '
+    'What to do: this is a bug in the compiler, which may have printed more above. Remove parts of the '
+    'function until you know which operation causes it, and write that operation in another way. Other '
+    'programs may compile: for another topology or mesh (--sizes leaves meshes out), with --quick, which '
+    'skips the last passes of the compiler for TPUs, or without --topology, for simulated devices. Please '
+    'report it: '
     'https://github.com/openxla/xla/issues'
 )
 
@@ -128,8 +129,8 @@ def test_a_crash_is_an_error_of_the_command_and_leaves_no_files(job, tmp_path):
             COMPILING,
             "error: the process of the compiler was killed (SIGKILL, killed) for 'a.py:f' on v5e:2x4: it was "
             f'compiling {COMPILING}\n'
-            'What to do: the system kills a process if there is no memory left (see the log of the system). '
-            'Give it more, or compile less: --quick, or a smaller mesh.',
+            'What to do: the system kills a process if memory runs out (see the system log). Provide more '
+            'memory, or compile less: --quick, or a smaller mesh.',
         ),
         (
             signal.SIGABRT,
@@ -141,7 +142,7 @@ def test_a_crash_is_an_error_of_the_command_and_leaves_no_files(job, tmp_path):
     ],
 )
 def test_messages(number, compilations, message):
-    assert _compiler_process._crash(number, compilations, 'a.py:f', 'v5e:2x4') == message
+    assert _compiler_process._crash_message(number, compilations, 'a.py:f', 'v5e:2x4') == message
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,7 @@ def test_the_exit_code_where_a_signal_does_not_end_the_command(monkeypatch):
     before, sent = signal.getsignal(signal.SIGTERM), []
     monkeypatch.setattr(os, 'kill', lambda *args: sent.append(args))
     try:
-        code = _compiler_process._end_by(signal.SIGTERM)
+        code = _compiler_process._terminate_by(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (code, sent) == (143, [(os.getpid(), signal.SIGTERM)])

@@ -92,7 +92,7 @@ SECRET = 'of this run, and long enough'
 FAILED = (
     'error: process 0 does not answer at {} (timed out): see the logs of the others. What to do: if '
     'SCALAX_RUN_TOKEN is set in the run, set it here to the same value; a run on several hosts without it '
-    'answers nobody\n'
+    'does not answer\n'
 )
 
 
