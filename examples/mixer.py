@@ -28,7 +28,7 @@ def init(key: jax.Array, layers: int, patches: int, channels: int, classes: int 
 
 
 def loss(params: Any, batch: Any) -> jax.Array:
-    """The mean loss of images that are cut into patches, (rows, patches, channels), with labels, (rows,)."""
+    """Returns the mean loss of images as patches, (batch, patches, channels), with labels, (batch,)."""
 
     def mix(x: jax.Array, weights: Any) -> jax.Array:
         return x + jax.nn.gelu(x @ weights['up']) @ weights['down']

@@ -115,7 +115,7 @@ def forward(
 
 
 def block_input(x: jax.Array, scale: jax.Array, config: ModelConfig) -> jax.Array:
-    """RMSNorm: scales each vector of `x` [B, S, D] to unit mean square, then by `scale` [D]."""
+    """Applies RMSNorm: scales each vector of `x` [B, S, D] to unit mean square, then by `scale` [D]."""
     mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
     normed = x * jax.lax.rsqrt(mean_square + config.norm_epsilon) * scale
     return with_sharding_annotation(normed, 'block_input')
@@ -141,7 +141,7 @@ def attention(
     rotation: tuple[jax.Array, jax.Array],
     config: ModelConfig,
 ) -> jax.Array:
-    """Causal attention over `x` [B, S, D], in which H/G query heads share a key/value head."""
+    """Applies causal attention to `x` [B, S, D], where H/G query heads share a key/value head."""
     batch, sequence, _ = x.shape
     groups, size = config.kv_heads, config.head_size
     q = (x @ weights['query']).reshape(batch, sequence, config.heads, size)
@@ -161,7 +161,7 @@ def attention(
 
 
 def mlp(x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-    """The SwiGLU feed-forward block over `x` [B, S, D]."""
+    """Applies the SwiGLU feed-forward block to `x` [B, S, D]."""
     hidden = jax.nn.silu(x @ weights['gate']) * (x @ weights['up'])
     hidden = with_sharding_annotation(hidden, 'hidden')
     return hidden @ weights['down']
