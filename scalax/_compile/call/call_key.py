@@ -18,8 +18,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from scalax._compile.call.signature import CallLayout, CallSignature
 from scalax._core.context.constraints import has_explicit_axes
+from scalax._core.pytree.ambiguous_paths import ambiguous_paths
 from scalax._core.pytree.partition_specs import MeshAxes, only_axes
-from scalax._core.pytree.path_identity import uncertain_paths
 from scalax._core.pytree.paths import canonical_dtype, describe_leaf, join, optional_path
 from scalax._jax.tracing import is_abstract, is_opaque, trace_context, type_of
 from scalax.errors import ArgumentError, module_advice, shown_leaves
@@ -135,9 +135,9 @@ def call_key(call: Call) -> CallKey:
         ) from None
     static = _static_key(call) if call.layout.static else ()
     paths = None
-    if nodes := call.signature.uncertain_nodes(call.treedef):
+    if nodes := call.signature.ambiguous_nodes(call.treedef):
         data = [call.flat_args[slot] for slot in call.layout.dynamic]
-        paths = uncertain_paths(data, nodes)
+        paths = ambiguous_paths(data, nodes)
     any_explicit = bool([spec for *_, spec in types if spec is not None])
     return CallKey(call.treedef, types, static, trace_context(), any_explicit, paths)
 

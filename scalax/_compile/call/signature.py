@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from scalax._core.pytree.path_identity import uncertain_nodes
+from scalax._core.pytree.ambiguous_paths import ambiguous_nodes
 from scalax._core.util import lru_cache
 from scalax.errors import ArgumentError, StructureError, did_you_mean, near_names, plural
 from scalax.rules._rule_tree import RuleLike, is_rule
@@ -94,7 +94,7 @@ class CallSignature:
         disables_batch: whether the user specified that no argument is a batch.
         static_keywords, donated_keywords, batch_keywords: the selected names among the extra keywords.
         num_fixed_slots: the number of slots of a call without extra positional arguments.
-        uncertain_nodes: finds the nodes of a tree structure that do not determine the leaf paths.
+        ambiguous_nodes: finds the nodes of a tree structure that do not determine the leaf paths.
 
     Raises:
         ArgumentError: *fun* has no such position or name, or a static argument is also donated or a batch.
@@ -139,7 +139,7 @@ class CallSignature:
         keyword_slots = (self.static_keywords, self.donated_keywords, self.keywords)
         self.num_fixed_slots = len(self.positional) + len(self.keyword_only) + sum(map(bool, keyword_slots))
         self._layouts: dict[int, CallLayout] = {}
-        self.uncertain_nodes = functools.lru_cache(maxsize=lru_cache.SIZE)(uncertain_nodes)
+        self.ambiguous_nodes = functools.lru_cache(maxsize=lru_cache.SIZE)(ambiguous_nodes)
         if self.varargs is None:
             self.layout(0)  # raises about arguments that are both static and donated
 

@@ -40,7 +40,7 @@ from scalax._jax.tracing import is_compiled, is_opaque, memory_space, type_of
 from scalax._spmd.options import DEFAULT
 from scalax._spmd.pipelines.config import Pipeline
 from scalax.errors import MeshError, StagesError, UnusedAnnotationWarning, did_you_mean, near_names, warn
-from scalax.interop._module_updates import ModuleUpdates
+from scalax.interop._lost_updates import ModuleUpdates
 
 
 def record(entry: TraceCacheEntry, traced: jax.stages.Traced) -> None:

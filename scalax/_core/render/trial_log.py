@@ -22,7 +22,7 @@ _COMPILERS = ('jaxlib', 'libtpu', 'jax-cuda12-pjrt', 'jax-cuda13-pjrt')
 _FLAGS = ('XLA_', 'LIBTPU_')
 
 
-class TrialFile:
+class TrialLog:
     """The trials of searches, each under the fingerprint of its inputs. Lines are only appended.
 
     An incomplete line, which a killed search may leave, is skipped.

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from scalax._core.mesh import topologies
-from scalax._core.render.trial_log import TrialFile
+from scalax._core.render.trial_log import TrialLog
 from scalax._core.util.progress import progress
 from scalax._planning.autoshard.build_result import build_result
 from scalax._planning.autoshard.coordinate_descent import CoordinateDescent
@@ -112,7 +112,7 @@ def autoshard(
     """
     names = _checked_names(axis_names, num_slices)
     _check(headroom, optimizer_state, batch_dim)
-    trial_file = TrialFile(file)
+    trial_file = TrialLog(file)
     traced = trace_step(step, args, batch_argnums, donate_argnums)
     if topology is None and num_slices > 1:
         raise ArgumentError('several slices need a topology, such as v5p:4x4x4')

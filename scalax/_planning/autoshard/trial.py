@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from scalax._core.context.thread_state import ThreadState
 from scalax._core.pytree.partition_specs import axis_sizes_text
 from scalax._core.render.tables import human_bytes, milliseconds
-from scalax._core.render.trial_log import TrialFile
+from scalax._core.render.trial_log import TrialLog
 from scalax._core.util.progress import UpdateProgress
 from scalax._planning.autoshard.codegen import spec_code
 from scalax._planning.autoshard.layout import Layout
@@ -121,7 +121,7 @@ class Trials:
         self,
         problem: Problem,
         limit: int | None,
-        file: TrialFile,
+        file: TrialLog,
         update_progress: UpdateProgress,
         deadline: float,
     ) -> None:

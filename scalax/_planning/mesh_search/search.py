@@ -18,7 +18,7 @@ import jax
 from scalax._compile.call.signature import name_of
 from scalax._core.mesh import meshes, topologies
 from scalax._core.render.tables import human_bytes
-from scalax._core.render.trial_log import TrialFile
+from scalax._core.render.trial_log import TrialLog
 from scalax._core.util.progress import UpdateProgress, progress
 from scalax._planning.compiler.lowered_step import LoweredStep, lower_step
 from scalax._planning.hardware.specs import Hardware
@@ -119,7 +119,7 @@ def search(
     _check_parameters(make_step, bool(pipelines))
     if num_slices > 1 and not dcn_axes:
         raise ArgumentError(f'{num_slices} slices need dcn_axis=..., the mesh axis across slices')
-    trial_file = TrialFile(file)
+    trial_file = TrialLog(file)
     devices, name = _devices(topology, num_slices)
     if devices[0].platform != 'tpu':  # other plans are always full ones
         full = 0
@@ -174,7 +174,7 @@ class _Planner:
     slices: tuple[int, Sequence[str]]
     has_pipelines: bool
     hardware: Hardware | None
-    file: TrialFile
+    file: TrialLog
     num_quick: int = 0
     num_full: int = 0
     num_cached: int = 0

@@ -28,14 +28,14 @@ Its type, its static data, its depth, and the index of the first leaf of each ch
 """
 
 
-def uncertain_paths(tree: Any, nodes: Sequence[Node]) -> tuple[str, ...] | None:
+def ambiguous_paths(tree: Any, nodes: Sequence[Node]) -> tuple[str, ...] | None:
     """Returns the leaf paths of a tree if a tree of equal structure may have other ones.
 
     Returns None if the structure determines the paths.
 
     Args:
         tree: the tree.
-        nodes: the result of `uncertain_nodes` for its structure.
+        nodes: the result of `ambiguous_nodes` for its structure.
     """
     if not nodes:
         return None
@@ -49,7 +49,7 @@ def uncertain_paths(tree: Any, nodes: Sequence[Node]) -> tuple[str, ...] | None:
     return tuple(map(path_string, keys))
 
 
-def uncertain_nodes(treedef: Any, depth: int = 0, start: int = 0) -> list[Node]:
+def ambiguous_nodes(treedef: Any, depth: int = 0, start: int = 0) -> list[Node]:
     """Returns the nodes of a structure that may name their children differently in an equal structure.
 
     Args:
@@ -67,11 +67,11 @@ def uncertain_nodes(treedef: Any, depth: int = 0, start: int = 0) -> list[Node]:
         if count:
             firsts.append(start)
             if count > 1 or child.num_nodes > 1:
-                nodes += uncertain_nodes(child, depth + 1, start)
+                nodes += ambiguous_nodes(child, depth + 1, start)
         start += count
     # Lists, tuples and dicts with string keys, the common nodes, need no look at their data.
-    certain = static is None or (kind in _DICTS and {str}.issuperset(map(type, static)))
-    if not certain and not _equality_implies_same_text(static, are_keys=kind in _DICTS):
+    is_determined = static is None or (kind in _DICTS and {str}.issuperset(map(type, static)))
+    if not is_determined and not _equality_implies_same_text(static, are_keys=kind in _DICTS):
         nodes.append((kind, static, depth, firsts))
     return nodes
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 from jax.tree_util import DictKey, GetAttrKey
 
-from scalax._core.pytree.path_identity import uncertain_nodes, uncertain_paths
+from scalax._core.pytree.ambiguous_paths import ambiguous_nodes, ambiguous_paths
 
 
 class Label:
@@ -68,13 +68,13 @@ class Renamed(Layer):
     ],
     ids=['lists and dicts', 'beside a leaf', 'deeper', 'two', 'fields', 'other names than fields'],
 )
-def test_uncertain_paths(tree, paths):
-    assert uncertain_paths(tree, uncertain_nodes(jax.tree.structure(tree))) == paths
+def test_ambiguous_paths(tree, paths):
+    assert ambiguous_paths(tree, ambiguous_nodes(jax.tree.structure(tree))) == paths
 
 
-def test_positions_of_uncertain_nodes():
+def test_positions_of_ambiguous_nodes():
     tree = {'a': [1, 2], 'b': [Labelled(3)], 'c': Labelled(4)}
-    nodes = uncertain_nodes(jax.tree.structure(tree))
+    nodes = ambiguous_nodes(jax.tree.structure(tree))
     assert [(kind, depth, firsts) for kind, _, depth, firsts in nodes] == [
         (Labelled, 2, [2]),
         (Labelled, 1, [3]),
