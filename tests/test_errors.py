@@ -51,11 +51,6 @@ def returns_text(path, x):
     return 'fsdp' if path == 'w' else P()
 
 
-UNMATCHED = (
-    "What to do: add a pair for these leaves, end with ('.*', PartitionSpec()), or pass strict=False to "
-    'replicate unmatched leaves.'
-)
-A_SPEC = "What to do: return a jax.sharding.PartitionSpec, such as PartitionSpec('fsdp', None)."
 DIVIDE = (
     'What to do: change the shape (of a batch: pad it, or drop its last examples) or the spec, or set '
     "on_indivisible='replicate' (or 'warn') on the rule, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -24,10 +23,6 @@ def message(kind: type[Exception], call: Callable[[], Any]) -> str:
     with pytest.raises(kind) as caught:
         call()
     return str(caught.value)
-
-
-def text(expected: str) -> str:
-    return textwrap.dedent(expected).strip('\n')
 
 
 # --- The rule --------------------------------------------------------------------------------------

@@ -5,15 +5,12 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from scalax.explain import ReportRow, ShardingReport
-from scalax.sharding import FSDPShardingRule, MeshShardingHelper
+from scalax.sharding import FSDPShardingRule
 from tests.support.leaves import leaf
 from tests.support.reports import HELPER, HOSTILE, hostile_report, report, synthetic_report
-
-POD = MeshShardingHelper.from_mesh(AbstractMesh((64, 8), ('fsdp', 'tp')))
 
 
 def written(report, tmp_path, **options):

@@ -309,12 +309,6 @@ def test_unused_regexes_depend_on_the_parameters_not_the_state():
 
 # --- Messages -------------------------------------------------------------------------------------
 
-HINT = (
-    'What to do: give the params that the state was made for, with the same paths (abstract ones are '
-    'enough); for leaves of another kind put a rule in front: TreePathShardingRule((regex, spec)) | '
-    'OptimizerStateShardingRule(...).'
-)
-
 
 @pytest.mark.parametrize(
     ('param_rule', 'params', 'state'),
@@ -354,9 +348,6 @@ HINT = (
 def test_messages(param_rule, params, state, snapshot):
     with snapshot.raises(ShardingError):
         HELPER.match_sharding_rule(OptimizerStateShardingRule(param_rule, params), state)
-
-
-OF = 'the params of OptimizerStateShardingRule'
 
 
 @pytest.mark.parametrize(
