@@ -22,7 +22,7 @@ from scalax._spmd.placements.auto_shardings import AutoShardings
 from scalax._spmd.placements.collectives import CollectiveWriter
 from scalax._spmd.placements.layouts import Layout
 from scalax._spmd.placements.op_rules import Op, Strategy, strategy
-from scalax._spmd.placements.placement import Partial, Placements, Shard
+from scalax._spmd.placements.placement import Partial, Placements, shards_examples
 from scalax._spmd.placements.reduction_layouts import ReductionLayouts, reduced_placements
 from scalax._spmd.values import Argument, PartitionedJaxpr, ReductionTarget, Value, is_replicated, replicated
 
@@ -224,4 +224,4 @@ class PartitionContext:
 
 
 def _has_no_examples(value: Value) -> bool:
-    return all(not isinstance(x, Shard) or x.is_state for x in value.placements)
+    return all(not shards_examples(x) for x in value.placements)

@@ -7,7 +7,15 @@ from typing import Any, Literal, NamedTuple
 
 from scalax._jax.equations import shape_of
 from scalax._spmd.placements.collectives import Collective
-from scalax._spmd.placements.placement import REPLICATE, Partial, Placements, Replicate, Shard
+from scalax._spmd.placements.placement import (
+    REPLICATE,
+    Partial,
+    Placements,
+    Replicate,
+    Shard,
+    shards_examples,
+    without_state_mark,
+)
 
 Origin = str | int | None
 """Which state a value is: its leaf path in the step, or an argument's index in an inner jaxpr.
@@ -168,7 +176,7 @@ class Value:
     @property
     def has_examples(self) -> bool:
         """Whether devices hold blocks of examples, or partial sums over examples."""
-        return self.has_sum or any(isinstance(x, Shard) and not x.is_state for x in self.placements)
+        return self.has_sum or any(shards_examples(x) for x in self.placements)
 
     def as_argument(self) -> Argument:
         """Returns the properties of this value as an argument of an inner jaxpr."""
@@ -198,7 +206,7 @@ class Value:
 
 def without_state(placements: Placements) -> Placements:
     """Returns the placements with no shard marked as state."""
-    return tuple([Shard(x.dim) if isinstance(x, Shard) else x for x in placements])
+    return tuple(map(without_state_mark, placements))
 
 
 def is_replicated(placements: Placements) -> bool:

@@ -16,7 +16,7 @@ from scalax._jax.equations import Literal, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.dim_classes import DimClasses, DimIds
 from scalax._jaxpr.dim_rules import ELEMENTWISE, reshape_groups
-from scalax._spmd.placements.placement import Placements, Replicate, Shard
+from scalax._spmd.placements.placement import Placements, Replicate, Shard, shards_examples
 
 
 class _BatchDimClasses(DimClasses):
@@ -115,7 +115,7 @@ class BatchDims:
         self._axes: dict[int, set[int]] = {}
         for ids, placements in zip(self._classes.arguments, arguments, strict=True):
             for axis, placement in enumerate(placements):
-                if isinstance(placement, Shard) and not placement.is_state:
+                if shards_examples(placement):
                     root = self._classes.union_find.root(ids[placement.dim])
                     self._axes.setdefault(root, set()).add(axis)
         for ids, split_id in self._classes.splits:

@@ -16,7 +16,14 @@ from typing import NamedTuple
 from scalax._jax.equations import Loop, all_equations
 from scalax._jaxpr.carry_accumulation import carry_reductions
 from scalax._spmd.conversions import JaxprEditor
-from scalax._spmd.placements.placement import REPLICATE, Partial, Placement, Placements, Shard
+from scalax._spmd.placements.placement import (
+    REPLICATE,
+    Partial,
+    Placement,
+    Placements,
+    Shard,
+    shards_examples,
+)
 from scalax._spmd.values import Argument, Value
 
 
@@ -101,9 +108,7 @@ def independent_axes(
     if has_pipelines(editor, loop):
         return none  # stages wait for each other
     axes = [
-        i
-        for i in all_axes
-        if any(isinstance(x := stack.placements[i], Shard) and x.dim == 0 and not x.is_state for stack in xs)
+        i for i in all_axes if any(shards_examples(x := stack.placements[i]) and x.dim == 0 for stack in xs)
     ]
     count = math.prod(sizes[i] for i in axes)
     if not axes or not loop.length or loop.length % count:

@@ -15,7 +15,7 @@ from scalax._jax.equations import Loop, open_jaxpr, producers_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.dim_rules import reshape_groups
 from scalax._spmd.conversions import JaxprEditor
-from scalax._spmd.placements.placement import Placements, Shard
+from scalax._spmd.placements.placement import Placements, Shard, shards_examples
 from scalax._spmd.values import Value
 
 # These preserve the dimensions of their operand.
@@ -55,7 +55,7 @@ def xs_placements(editor: JaxprEditor, loop: Loop, xs: Sequence[Value]) -> list[
 
 
 def _shards_iterations(placement: Any) -> bool:
-    return isinstance(placement, Shard) and placement.dim == 0 and not placement.is_state
+    return shards_examples(placement) and placement.dim == 0
 
 
 def _microbatch_dim(producers: Any, atom: Any, blocks: int) -> int | None:

@@ -14,7 +14,7 @@ from scalax._spmd.loops.carry_placements import carry_fixpoint
 from scalax._spmd.loops.example_loops import independent_axes
 from scalax._spmd.loops.forward_results import finish_forward_results
 from scalax._spmd.loops.microbatch_loops import xs_placements
-from scalax._spmd.placements.placement import SUM, Placements, Shard
+from scalax._spmd.placements.placement import SUM, Placements, Shard, shards_examples
 from scalax._spmd.values import REDUCE_TO_STATE, Argument, PartitionedJaxpr, ReductionTarget, Value
 
 
@@ -188,7 +188,7 @@ def _sums_of_sharded_state(
 
 
 def _have_examples(placements: Placements) -> bool:
-    return any(isinstance(x, Shard) and not x.is_state for x in placements)
+    return any(shards_examples(x) for x in placements)
 
 
 def _take_little_memory(variables: Sequence[Any]) -> bool:

@@ -18,7 +18,7 @@ from scalax._jax.equations import shape_of, size_of
 from scalax._jax.manual_axes import ManualEquations
 from scalax._spmd.operations.pallas_kernels import in_shard_map
 from scalax._spmd.placements.auto_shardings import AutoShardings
-from scalax._spmd.placements.placement import REPLICATE, SUM, Placement, Shard
+from scalax._spmd.placements.placement import REPLICATE, SUM, Placement, Shard, shards_examples
 
 ATTENTION = frozenset(('dot_product_attention_fwd_wrapper', 'dot_product_attention_bwd_wrapper'))
 
@@ -41,9 +41,7 @@ def attention_placements(
         map(size_of, operands[_PACKED])
     ):
         return None
-    shards_other_dims = any(
-        isinstance(x, Shard) and x.dim and not x.is_state for x in placements
-    )  # in time or heads
+    shards_other_dims = any(shards_examples(x) and x.dim for x in placements)  # in time or heads
     if shards_other_dims or kernels.has_attention_dropout(equation):
         return None
     examples = shape_of(operands[0])[0]

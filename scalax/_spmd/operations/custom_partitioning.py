@@ -19,7 +19,7 @@ from scalax._jax.equations import annotated_call_jaxpr, shape_of
 from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.loops.control_flow import partition_call
 from scalax._spmd.operations.user_shard_maps import partition_shard_map
-from scalax._spmd.placements.placement import REPLICATE, Shard, spec_of
+from scalax._spmd.placements.placement import REPLICATE, shards_examples, spec_of
 from scalax._spmd.values import Value
 
 
@@ -45,7 +45,7 @@ def partition_custom(editor: JaxprEditor, equation: Any, values: Sequence[Value]
 def _spec(editor: JaxprEditor, value: Value) -> PartitionSpec:
     """Returns the spec of an operand along all mesh axes. State is replicated along the batch axes."""
     context = editor.context
-    examples = [x if isinstance(x, Shard) and not x.is_state else REPLICATE for x in value.placements]
+    examples = [x if shards_examples(x) else REPLICATE for x in value.placements]
     along_batch = spec_of(tuple(examples), context.axes)
     pairs = itertools.zip_longest(along_batch, context.auto.of(value.var), fillvalue=())
     entries = [canonical_entry((*entry_axes(entry), *auto_axes)) for entry, auto_axes in pairs]

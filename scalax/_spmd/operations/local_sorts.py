@@ -19,7 +19,7 @@ from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.local_sort_analysis import find_sorted_block
 from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.operations.ragged_dot import local_group_sizes
-from scalax._spmd.placements.placement import REPLICATE, Placements, Shard
+from scalax._spmd.placements.placement import REPLICATE, Placements, Shard, shards_examples
 from scalax._spmd.values import Value
 
 
@@ -31,9 +31,7 @@ def record_local_sort(editor: JaxprEditor, equation: Any, keys: Value) -> None:
         equation: a `sort`.
         keys: its keys.
     """
-    axes = [
-        i for i, x in enumerate(keys.placements) if isinstance(x, Shard) and x.dim == 0 and not x.is_state
-    ]
+    axes = [i for i, x in enumerate(keys.placements) if shards_examples(x) and x.dim == 0]
     if not axes or len(keys.shape) != 1 or keys.has_sum or id(equation) in editor.local_rows:
         return
     context, num_devices = editor.context, 1

@@ -21,7 +21,7 @@ from scalax._jax.manual_axes import ManualEquations
 from scalax._jax.rewriting import rebind
 from scalax._jaxpr.dim_rules import Axes
 from scalax._spmd.placements.auto_shardings import AutoShardings
-from scalax._spmd.placements.placement import REPLICATE, Placement, Shard
+from scalax._spmd.placements.placement import REPLICATE, Placement, Shard, shards_examples
 
 
 def kernel_placements(
@@ -38,12 +38,12 @@ def kernel_placements(
     operands = len(equation.invars)
     if num_index_operands + len(arrays) != operands + len(equation.outvars):
         return None
-    if any(isinstance(x, Shard) and not x.is_state for x in placements[:num_index_operands]):
+    if any(shards_examples(x) for x in placements[:num_index_operands]):
         return None
     batch_grid_dims = [
         kernels.grid_dims(array).get(x.dim)
         for array, x in zip(arrays, placements[num_index_operands:], strict=False)
-        if isinstance(x, Shard) and not x.is_state
+        if shards_examples(x)
     ]
     grid_dim = next((x for x in batch_grid_dims if x is not None), None)
     if grid_dim is None or not kernels.can_split_grid(equation, grid_dim, blocks):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from scalax._jax.equations import has_all_groups, ragged_dim, ragged_dot_dims, shape_of
 from scalax._jaxpr.dim_rules import dim_rule
-from scalax._spmd.placements.placement import REPLICATE, SUM, Placement, Shard
+from scalax._spmd.placements.placement import REPLICATE, SUM, Placement, Shard, shards_examples
 
 
 def row_placements(
@@ -32,7 +32,7 @@ def row_placements(
     row_dim, (contracted, (batch, _), _) = ragged_dim(equation), ragged_dot_dims(equation)
     right_dims = dict(zip(*contracted, strict=True))
     left, right, _ = placements
-    is_left = isinstance(left, Shard) and left.dim == row_dim and not left.is_state
+    is_left = shards_examples(left) and left.dim == row_dim
     is_right = isinstance(right, Shard) and right.dim == right_dims.get(row_dim) and not right.is_state
     if not (is_left or is_right) or row_dim in batch:
         return None

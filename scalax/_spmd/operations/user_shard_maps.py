@@ -32,6 +32,7 @@ from scalax._spmd.placements.placement import (
     RedistributeOp,
     Shard,
     shard_counts,
+    shards_examples,
 )
 from scalax._spmd.values import Argument, CannotPartition, ShardMapBlocks, Value
 
@@ -256,7 +257,7 @@ def _convert_operands(
                 atom = editor.emit(*_block_function(dim, dim_axes), equation, [atom])
         atoms.append(atom)
         arguments.append(Argument(remaining, value.origin is not None, value.is_zero))
-        has_examples |= any(isinstance(x, Shard) and not x.is_state for x in placements)
+        has_examples |= any(shards_examples(x) for x in placements)
     return atoms, arguments, has_examples
 
 

@@ -33,7 +33,16 @@ from scalax._spmd.operations.cudnn_attention import ATTENTION, attention_placeme
 from scalax._spmd.operations.pallas_kernels import kernel_placements
 from scalax._spmd.operations.ragged_dot import group_sizes_placement, row_placements
 from scalax._spmd.operations.slices import is_small_slice
-from scalax._spmd.placements.placement import REPLICATE, SUM, Partial, Placement, ReduceOp, Replicate, Shard
+from scalax._spmd.placements.placement import (
+    REPLICATE,
+    SUM,
+    Partial,
+    Placement,
+    ReduceOp,
+    Replicate,
+    Shard,
+    shards_examples,
+)
 
 
 class Op(NamedTuple):
@@ -130,7 +139,7 @@ def _linear(name: str, op: Op) -> Strategy | None:
     results = op.equation.outvars
     if any(isinstance(x, Partial) and x != SUM for x in op.placements) or not _is_exact(name, op):
         return None
-    is_larger = sum(map(_bytes, results)) > sum(_bytes(op.equation.invars[i]) for i in partial_operands)
+    is_larger = sum(map(bytes_of, results)) > sum(bytes_of(op.equation.invars[i]) for i in partial_operands)
     if is_larger and op.target != SUM and not op.is_microbatched:
         return None
     operands = list(op.placements)
@@ -149,8 +158,8 @@ def _linear(name: str, op: Op) -> Strategy | None:
         else name in _BILINEAR and len(partial_operands) == 1
     ):
         return None
-    if name == 'dot_general' and 2 * sum(map(_bytes, results)) <= sum(
-        _bytes(op.equation.invars[i]) for i in partial_operands
+    if name == 'dot_general' and 2 * sum(map(bytes_of, results)) <= sum(
+        bytes_of(op.equation.invars[i]) for i in partial_operands
     ):
         # The product is smaller than the partial operand, and cheaper to reduce. State is gathered for it.
         operands = [REPLICATE if isinstance(x, Shard) and x.is_state else x for x in operands]
@@ -183,7 +192,8 @@ def _is_exact(name: str, op: Op) -> bool:
     )  # of a complex number, those of either part
 
 
-def _bytes(atom: Any) -> int:
+def bytes_of(atom: Any) -> int:
+    """Returns the size of a value in bytes."""
     return math.prod(shape_of(atom)) * getattr(atom.aval.dtype, 'itemsize', 1)
 
 
@@ -234,7 +244,7 @@ def by_dims(op: Op) -> Strategy | None:
             weight or int(_is_stack(op, *pair)) for weight, pair in zip(weights, candidates, strict=True)
         ]
     elif sum(map(bool, weights)) > 1:
-        reduced = sum(map(_bytes, op.equation.outvars))
+        reduced = sum(map(bytes_of, op.equation.outvars))
         weights = [
             max(1, weight - reduced * is_summed) if weight else 0
             for weight, (_, is_summed) in zip(weights, candidates, strict=True)
@@ -269,16 +279,16 @@ def _state_communication_bytes(op: Op, candidate: tuple[Sources, bool], weight: 
     for i, (atom, placement) in enumerate(zip(op.equation.invars, op.placements, strict=True)):
         if isinstance(placement, Shard) and (i, placement.dim) not in kept_dims:
             is_exchanged = any(operand == i for operand, _ in sources)
-            cost += _bytes(atom) / (op.blocks if is_exchanged else 1)
+            cost += bytes_of(atom) / (op.blocks if is_exchanged else 1)
     if is_summed:
-        cost += _bytes(result) * (1 if isinstance(op.target, Shard) else 2)
+        cost += bytes_of(result) * (1 if isinstance(op.target, Shard) else 2)
     elif isinstance(op.target, Shard) and {*dim_rule(op.equation).results[0][op.target.dim]} != kept_dims:
-        cost += _bytes(result) / op.blocks
+        cost += bytes_of(result) / op.blocks
     return cost
 
 
 def _weight(op: Op, dims: set[OperandDim]) -> int:
-    return sum(1 + _bytes(op.equation.invars[i]) for i, _ in dims)  # an array may be empty
+    return sum(1 + bytes_of(op.equation.invars[i]) for i, _ in dims)  # an array may be empty
 
 
 def _reduce_sharded_dim(op: Op, group: Sources, is_state: bool) -> Strategy | None:
@@ -337,9 +347,9 @@ def _keep_sharded_dim(op: Op, sources: Sources, is_state: bool) -> Strategy | No
 def _expands_state(op: Op, operands: Sequence[Placement]) -> bool:
     """Whether the result of an equation is larger than the state it uses, so that the state is gathered."""
     sharded_bytes = [
-        _bytes(atom) for atom, x in zip(op.equation.invars, operands, strict=True) if isinstance(x, Shard)
+        bytes_of(atom) for atom, x in zip(op.equation.invars, operands, strict=True) if isinstance(x, Shard)
     ]
-    return max(map(_bytes, op.equation.outvars)) > 2 * sum(sharded_bytes)
+    return max(map(bytes_of, op.equation.outvars)) > 2 * sum(sharded_bytes)
 
 
 def _operand_placements(op: Op, sources: Sources, is_state: bool) -> list[Placement]:
@@ -376,7 +386,7 @@ def _reshape(op: Op) -> Strategy | None:
 def _gather(op: Op) -> Strategy | None:
     """Looks up examples in another order: gathers all examples, and shards the indices."""
     by_dim_rules, [table, *_] = by_dims(op), op.placements
-    if by_dim_rules is not None or not isinstance(table, Shard) or table.is_state:
+    if by_dim_rules is not None or not shards_examples(table):
         return by_dim_rules
     shape = shape_of(op.equation.outvars[0])
     for dim, sources in enumerate(dim_rule(op.equation).results[0]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeGuard
 
 from jax.sharding import PartitionSpec
 
@@ -47,6 +47,16 @@ Placements = tuple[Placement, ...]
 """The placement of a value along each of the batch axes, from major to minor."""
 
 REPLICATE, SUM = Replicate(), Partial()
+
+
+def shards_examples(placement: Placement) -> TypeGuard[Shard]:
+    """Returns whether a placement is a shard of examples, rather than of state."""
+    return isinstance(placement, Shard) and not placement.is_state
+
+
+def without_state_mark(placement: Placement) -> Placement:
+    """Returns a placement whose shard is not marked as state."""
+    return Shard(placement.dim) if isinstance(placement, Shard) else placement
 
 
 def shard_counts(placements: Placements, sizes: Sequence[int], rank: int) -> list[int]:

@@ -13,12 +13,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from scalax._jax.equations import shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.dim_rules import UNKNOWN, dim_rule
 from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.operations.embedding_tables import is_indexed
-from scalax._spmd.placements.op_rules import Op, Strategy
+from scalax._spmd.placements.op_rules import Op, Strategy, bytes_of
 from scalax._spmd.placements.placement import (
     REPLICATE,
     SUM,
@@ -28,7 +27,7 @@ from scalax._spmd.placements.placement import (
     Shard,
     same_blocks,
 )
-from scalax._spmd.values import Value
+from scalax._spmd.values import Value, without_state
 
 _CONTRACTIONS = frozenset(('dot_general', 'conv_general_dilated'))
 _CONSIDERED = _CONTRACTIONS | {'gather', 'scatter-add'}
@@ -92,13 +91,13 @@ class _AxisChoice:
             for i, (strategy, size) in enumerate(zip(self._usual_by_axis, self._context.sizes, strict=True))
             if i != self._axis and isinstance(strategy.results[0], Shard)
         ]
-        return _bytes(self._equation.outvars[0]) / math.prod(shard_counts)
+        return bytes_of(self._equation.outvars[0]) / math.prod(shard_counts)
 
     def cheapest(self) -> Strategy:
         """Returns the cheapest strategy."""
         best, lowest_cost = self._usual, None
         for candidate, margin in self._alternatives():
-            if [*map(_plain, candidate.operands)] == [*map(_plain, self._usual.operands)]:
+            if without_state(candidate.operands) == without_state(self._usual.operands):
                 continue
             if lowest_cost is None:
                 lowest_cost = self._cost(self._usual)
@@ -159,7 +158,8 @@ class _AxisChoice:
         if dims is UNKNOWN:
             return None
         candidate = self._strategy_for(dict(dims.results[0][target.dim]))
-        return None if candidate is None or _plain(candidate.results[0]) != _plain(target) else candidate
+        is_target = candidate is not None and same_blocks(candidate.results[0], target)
+        return candidate if is_target else None
 
     def _shards_matmul_batch(self, strategy: Strategy) -> bool:
         """Whether the result of a dot_general is sharded along a batch dimension of the dot_general."""
@@ -199,7 +199,7 @@ class _AxisChoice:
             for i, (size, placement) in enumerate(zip(sizes, placements, strict=True))
             if i != self._axis and isinstance(placement, Shard)
         )
-        size = _bytes(value.var) / shard_count
+        size = bytes_of(value.var) / shard_count
         if isinstance(target, Replicate):  # loop-invariant state is gathered before the loop
             size /= self._editor.trip_count_of(value)
         return self._conversion_bytes(source, target, size)
@@ -226,12 +226,3 @@ def _is_term_of_sum(editor: JaxprEditor, var: Any, axis: int) -> bool:
             return False
         [var] = equation.outvars
     return False
-
-
-def _plain(placement: Placement) -> Placement:
-    """Returns a placement whose shard is not marked as state."""
-    return Shard(placement.dim) if isinstance(placement, Shard) else placement
-
-
-def _bytes(atom: Any) -> int:
-    return math.prod(shape_of(atom)) * getattr(atom.aval.dtype, 'itemsize', 1)
