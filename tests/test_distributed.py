@@ -58,7 +58,7 @@ def waiting_messages(output: str) -> list[str]:
 
 
 @pytest.mark.medium
-def test_alone_nothing_happens() -> None:
+def test_a_single_process_does_nothing() -> None:
     code = JOIN.format(arguments='') + 'distributed.initialize(num_processes=1)\nprint(distributed.PREEMPTED)'
     with started(['-W', 'error', '-c', code]) as alone:
         assert alone.wait() == (0,)
@@ -70,21 +70,21 @@ def test_alone_nothing_happens() -> None:
     ('arguments', 'chosen'),
     [('local_device_ids=1', '1'), ('num_processes=1, local_device_ids=range(2)', '0,1'), ('', 'all')],
 )
-def test_alone_with_some_of_the_devices(arguments: str, chosen: str) -> None:
+def test_a_single_process_with_some_of_the_devices(arguments: str, chosen: str) -> None:
     code = JOIN.format(arguments=arguments) + "print(jax.config.values['jax_cuda_visible_devices'])"
     with started(['-W', 'error', '-c', code]) as alone:
         assert alone.wait() == (0,)
         assert alone.output() == f'joined 0 1\n{chosen}\n'
 
 
-def test_alone_it_is_never_too_late() -> None:
+def test_a_single_process_is_never_too_late() -> None:
     distributed.initialize()  # the tests have used JAX long ago
 
 
 @pytest.mark.parametrize(
     'asked', [{'cluster_detection_method': 'mpi4py'}, {'local_device_ids': [0]}, {'process_id': 0}], ids=str
 )
-def test_what_is_asked_for_too_late_is_an_error(asked: dict[str, Any]) -> None:
+def test_late_initialization_is_an_error(asked: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match='must be called before'):
         distributed.initialize(**asked)
     distributed.initialize(cluster_detection_method='deactivate')  # asks for nothing
@@ -100,7 +100,7 @@ def test_jax_may_fail_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.medium
-def test_who_comes_first_says_whom_it_waits_for(port: int) -> None:
+def test_the_first_process_logs_that_it_waits(port: int) -> None:
     env = launcher_environments(port, 2)
     for early in range(2):
         with started(join(), env=env[early : early + 1]) as process:
@@ -132,7 +132,7 @@ def test_two_processes_under_slurm(port: int) -> None:
 
 
 @pytest.mark.medium
-def test_a_peer_that_never_comes(port: int) -> None:
+def test_a_process_that_never_starts(port: int) -> None:
     """JAX ends the process, so the earlier messages are the only explanation."""
     quick = 'from scalax import distributed\ndistributed._FIRST = distributed._REPEAT = 0.1\n'
     program = ['-c', quick + JOIN.format(arguments='initialization_timeout=5')]
@@ -177,7 +177,7 @@ for arguments, env in {cases!r}:
 
 
 @pytest.mark.medium
-def test_what_does_not_fit_is_an_error_before_anybody_waits(snapshot: Snapshot) -> None:
+def test_invalid_settings_are_errors_before_waiting(snapshot: Snapshot) -> None:
     code = ASK.format(cases=WRONG)
     with started(['-c', code]) as process:
         assert process.wait() == (0,)
@@ -215,7 +215,7 @@ def test_one_task_on_a_node_of_several_gpus(
 
 
 @pytest.mark.medium
-def test_one_process_of_a_launcher_may_be_alone() -> None:
+def test_a_launcher_may_start_one_process() -> None:
     env = {'SLURM_PROCID': '0', 'SLURM_NTASKS': '4'}
     code = 'from scalax import distributed; distributed.initialize(num_processes=1)'
     with started(['-c', code], env=[env]) as process:
@@ -235,7 +235,7 @@ def test_sigterm_stops_all_at_one_step(port: int) -> None:
 
 
 @pytest.mark.medium
-def test_sigterm_alone() -> None:
+def test_sigterm_in_a_single_process() -> None:
     with started(join(then=LOOP)) as process:
         process.wait_for('did 3\n')
         process.processes[0].send_signal(signal.SIGTERM)
@@ -254,7 +254,7 @@ def test_a_second_sigterm_ends_the_process() -> None:
 
 
 @pytest.mark.medium
-def test_a_handler_of_the_program_is_left_alone() -> None:
+def test_a_handler_of_the_program_is_kept() -> None:
     code = """
 import os, signal
 from scalax import distributed
@@ -269,7 +269,7 @@ assert not distributed.should_stop(2)
 
 
 @pytest.mark.parametrize('step', ['3', 1.5, None], ids=repr)
-def test_what_is_no_step(step: Any) -> None:
+def test_invalid_step_numbers(step: Any) -> None:
     with pytest.raises(ArgumentError) as caught:
         distributed.should_stop(step)
     assert str(caught.value) == f'should_stop: step is the number of the step, got {step!r}'

@@ -79,7 +79,7 @@ def test_the_helper_is_one_class():
         ),
     ],
 )
-def test_calls_that_do_not_fit_name_the_class_that_users_know(call, message):
+def test_errors_about_calls_name_the_public_class(call, message):
     with pytest.raises(TypeError) as error:
         call()
     assert str(error.value).startswith(message)  # Python may add what was probably meant
@@ -101,7 +101,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize('call', OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize('flag', ['no', 'False', 2, []])
-def test_a_flag_is_true_or_false(call, flag):
+def test_flags_have_to_be_booleans(call, flag):
     with pytest.raises((ArgumentError, RuleError), match=re.escape(f'is True or False, got {flag!r}')):
         call(flag)
 
@@ -138,7 +138,7 @@ def test_gather_leaves_other_leaves_alone():
     assert isinstance(back['x'], np.ndarray)
 
 
-def test_shard_moves_arrays_that_lie_elsewhere():
+def test_shard_moves_arrays_from_other_devices():
     tree = make_tree()
     there = HELPER.shard(HELPER.shard(tree, P()), RULE)
     other = MeshShardingHelper([2], ['x'], devices=jax.devices()[6:])
@@ -194,8 +194,8 @@ def test_functions_that_shard_and_gather():
     shard_fns, gather_fns = HELPER.make_shard_and_gather_fns(tree, RULE)
     placed = HELPER.apply_shard_and_gather_fns(shard_fns, tree)
     assert jax.tree.map(lambda x: x.sharding, placed) == HELPER.match_sharding_rule(RULE, tree)
-    identity = shard_fns['kernel'](tree['kernel'])
-    assert identity.sharding == placed['kernel'].sharding
+    kernel = shard_fns['kernel'](tree['kernel'])
+    assert kernel.sharding == placed['kernel'].sharding
     back = MeshShardingHelper.apply_shard_and_gather_fns(gather_fns, placed)
     assert isinstance(back['kernel'], np.ndarray)
     np.testing.assert_array_equal(back['kernel'], tree['kernel'])
@@ -223,7 +223,7 @@ def test_abstract(helper):
     assert jax.tree.leaves(helper.abstract(abstract, RULE)) == jax.tree.leaves(abstract)
 
 
-def test_an_array_of_x64_keeps_its_dtype_outside_of_it():
+def test_an_x64_array_keeps_its_dtype_without_x64():
     with jax.enable_x64(True):
         wide = HELPER.shard({'a': np.ones(8)}, P('fsdp'))
     dtypes = [np.float64, np.float32]
@@ -234,7 +234,7 @@ def test_an_array_of_x64_keeps_its_dtype_outside_of_it():
     assert [(row.dtype, row.bytes) for row in rows] == [('float64', 64), ('float32', 32)]
 
 
-def test_abstract_meshes_serve_for_all_that_needs_no_devices():
+def test_abstract_meshes_support_everything_without_devices():
     mesh = AbstractMesh((4096, 8), ('fsdp', 'tp'), axis_types=(AxisType.Auto,) * 2)
     pod = MeshShardingHelper.from_mesh(mesh, on_indivisible='replicate')
     tree = {'w': jax.ShapeDtypeStruct((8192, 64), 'float32'), 'v': jax.ShapeDtypeStruct((12, 4), 'float32')}
@@ -252,7 +252,7 @@ def test_abstract_meshes_serve_for_all_that_needs_no_devices():
         ('local_data_to_global_array', lambda: ABSTRACT.local_data_to_global_array(np.zeros(8))),
     ],
 )
-def test_what_needs_devices_says_so(name, call):
+def test_errors_about_missing_devices(name, call):
     with pytest.raises(MeshError) as error:
         call()
     assert str(error.value) == (
@@ -327,7 +327,7 @@ def test_regexes_of_nested_rules_and_of_subtrees_are_counted():
         assert (report.unused_rules, report.shadowed_rules) == (('bias',), ())
 
 
-def test_one_forgotten_rule_is_seen():
+def test_a_forgotten_rule_is_reported():
     params = {f'layer{i}': {'w': np.zeros((64, 64), np.float32)} for i in range(4)}
     assert not HELPER.explain(params, FSDPShardingRule(min_fsdp_size=0)).replicated.bytes
     forgotten = TreePathShardingRule(('layer[0-2]', FSDPShardingRule(min_fsdp_size=0)), strict=False)

@@ -24,14 +24,14 @@ def total(x):
 X = np.ones((16, 8), np.float32)
 
 
-def test_collectives_that_are_as_expected():
+def test_expected_collectives_pass():
     testing.assert_collectives(total, X, all_reduce=1, all_gather=0)
     testing.assert_collectives(total, X, all_reduce={'fsdp': 1, 'tp': 0, ('fsdp', 'tp'): 0})
     jitted = jax.jit(lambda x: x.sum(), in_shardings=HELPER.match_sharding_rule(P('tp'), X))
     testing.assert_collectives(jitted, X, helper=HELPER, all_reduce={'tp': 1})
 
 
-def test_collectives_that_are_not():
+def test_unexpected_collectives_fail():
     with pytest.raises(AssertionError) as error:
         testing.assert_collectives(total, X, all_reduce={'tp': 1}, all_gather=2)
     lines = str(error.value).splitlines()
@@ -72,7 +72,7 @@ def test_collectives_of_a_call_by_keyword():
 
 
 @pytest.mark.medium
-def test_collectives_that_prove_nothing():
+def test_collectives_on_one_device_fail():
     with pytest.raises(ArgumentError, match='nothing is expected; name some of all_gather, all_reduce'):
         testing.assert_collectives(total, X)
     with pytest.raises(AssertionError, match='runs on 1 of 8 devices, so nothing is sent'):
@@ -95,7 +95,7 @@ def test_no_recompile_of_what_has_no_programs():
     )
 
 
-def test_a_partial_is_named_by_what_is_in_it():
+def test_a_partial_has_the_name_of_its_function():
     def step(x, scale):
         return x * scale
 
@@ -108,7 +108,7 @@ def test_a_partial_is_named_by_what_is_in_it():
     assert HELPER.plan(part, np.ones(8)).name == 'step'
 
 
-def test_sharded_like_tells_apart_what_reads_alike(snapshot):
+def test_sharded_like_shows_device_orders(snapshot):
     turned = MeshShardingHelper([4, 2], ['fsdp', 'tp'], devices=jax.devices()[::-1])
     with snapshot.raises(AssertionError):
         testing.assert_sharded_like(HELPER.shard(X, P('fsdp')), P('fsdp'), turned)
@@ -129,7 +129,7 @@ def test_no_recompile(compiler, snapshot):
     snapshot(error.value)
 
 
-def test_no_recompile_lets_other_functions_and_threads_be():
+def test_no_recompile_ignores_other_functions_and_threads():
     def checked(x):
         return x + 1
 

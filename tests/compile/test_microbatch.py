@@ -49,7 +49,7 @@ def assert_close(tree, expected, tolerance=1e-6):
 @pytest.mark.slow
 @each_mesh
 @pytest.mark.parametrize('where', [P(), P('data')], ids=['replicated', 'fsdp'])
-def test_the_gradient_of_the_whole_batch(helper, where, params, batch):
+def test_the_gradient_of_the_full_batch(helper, where, params, batch):
     full_batch_step = helper.sjit(jax.value_and_grad(loss), in_shardings=(where, P('data')))
     expected, plan = full_batch_step(params, batch), helper.plan(full_batch_step, params, batch)
     summed_once = where == P() and helper is HELPERS['auto']
@@ -92,7 +92,7 @@ def test_the_name_of_the_function_shows_in_the_program(batch):
     assert 'func private @my_loss' in jax.jit(lambda batch: parts(batch)).lower(batch).as_text()
 
 
-def test_rows_go_in_turn(batch):
+def test_examples_are_interleaved(batch):
     parts = microbatch(lambda batch: batch['x'].sum(), 4, batch=0, reduce='sum')
     assert_close(parts(batch), jnp.sum(batch['x']), 1e-4)
     seen = []
@@ -172,7 +172,7 @@ def test_positions_are_those_of_positional_parameters():
     assert float(parts) == 2 * 15 * 2
 
 
-def test_all_of_the_extra_arguments_are_divided_by_name():
+def test_all_extra_arguments_are_split_by_name():
     def total(*args):
         return args[0].sum() + args[1].sum()
 
@@ -215,7 +215,7 @@ def test_inside_shard_map(params, batch):
     assert_close(mapped(params, batch), jax.value_and_grad(loss)(params, batch))
 
 
-def test_rows_that_do_not_divide_on_each_device(params, batch):
+def test_examples_that_do_not_divide_on_each_device(params, batch):
     parts = microbatch(jax.grad(loss), 32)
     with pytest.raises(DataError, match=r'batch/x: float32\[64, 16\]: each device has 16 examples'):
         HELPERS['explicit'].sjit(parts, in_shardings=(P(), P('data')))(params, batch)
@@ -245,7 +245,7 @@ def test_outside_of_compiled_functions_it_is_compiled_once(params, batch):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float8_e4m3fn', 'int4', 'float16', 'int8', 'bool'])
-def test_data_of_all_dtypes_is_no_part_of_the_program(dtype):
+def test_data_of_all_dtypes_is_not_constant_folded(dtype):
     traces = []
 
     def total(rows):
@@ -258,7 +258,7 @@ def test_data_of_all_dtypes_is_no_part_of_the_program(dtype):
     assert traces == [dtype]
 
 
-def test_floats_are_no_part_of_the_program(batch):
+def test_floats_are_not_static(batch):
     traces = []
 
     def scaled(batch, by):
@@ -275,11 +275,11 @@ def test_floats_are_no_part_of_the_program(batch):
         assert len(traces) == 1
 
 
-def test_truth_is_counted():
+def test_booleans_are_accepted_as_numbers():
     assert int(microbatch(lambda x: x.all(), np.int64(3), batch=0, reduce='sum')(np.ones(6, bool))) == 3
 
 
-def test_counts_have_sums():
+def test_integer_results_are_summed():
     count = microbatch(lambda x: (x > 2).sum(), 2, batch=0, reduce='sum')
     assert int(count(np.arange(6))) == 3
 

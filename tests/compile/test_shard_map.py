@@ -93,7 +93,7 @@ MATRIX = {
 @pytest.mark.parametrize(('helper', 'spec', 'names'), MATRIX.values(), ids=MATRIX)
 @pytest.mark.parametrize('lies', LIES.values(), ids=LIES)
 @pytest.mark.parametrize('call', CALLS.values(), ids=CALLS)
-def test_blocks(helper, spec, names, lies, call):
+def test_local_shards(helper, spec, names, lies, call):
     manual = {'a', 'b'} if names is None else names
     # Without an axis that it varies over, an output need not vary: only those in the spec are numbered.
     cut = sorted(a for a in manual if a in str(spec))
@@ -159,7 +159,7 @@ def test_calls_by_name_and_defaults():
     np.testing.assert_array_equal(mapped(X, scale=4), X * 4)
 
 
-def test_none_takes_the_blocks_that_an_argument_has():
+def test_none_keeps_the_shards_of_an_argument():
     helper = HELPERS['explicit']
     x = helper.shard(X, P('b', 'a'))
     fun = functools.partial(numbered, ['a', 'b'])
@@ -178,7 +178,7 @@ def test_gradients_and_vmap(helper):
     np.testing.assert_array_equal(jax.vmap(double)(batch), 2 * batch)
 
 
-def test_nested_over_the_axes_that_are_left():
+def test_nested_over_the_other_axes():
     inner = HELPER.shard_map(lambda x: x - jax.lax.psum(x, 'b'), P(None, 'b'), P(None, 'b'))
     outer = HELPER.shard_map(inner, P('a'), P('a'), axis_names='a')
     np.testing.assert_array_equal(jax.jit(outer)(X), -np.roll(X, 4, axis=1))
@@ -219,7 +219,7 @@ def test_abstract_meshes_trace():
 
 
 @pytest.mark.parametrize('policy', ['error', 'replicate', 'warn'])
-def test_blocks_are_equal_whatever_the_policy(policy):
+def test_local_shards_do_not_depend_on_the_policy(policy):
     """A replicated array would be summed once for each device."""
     helper = MeshShardingHelper([4, 2], ['a', 'b'], on_indivisible='replicate')
     rule = TreePathShardingRule(('', P('a')), on_indivisible=policy)
@@ -243,7 +243,7 @@ def test_arrays_on_the_same_devices_in_another_order_are_moved():
     np.testing.assert_array_equal(result, numbered_by_hand(P('a'), {'a', 'b'}))
 
 
-def test_auto_axes_of_a_mixed_mesh_are_left_alone():
+def test_auto_axes_of_a_mixed_mesh_are_left_to_the_compiler():
     helper = HELPERS['mixed']
     mapped = helper.shard_map(lambda x: 2 * x, P('a'), P('a'), axis_names='a')
     x = helper.shard(X, P('a', 'b'))
@@ -346,7 +346,7 @@ def cases():
     }
 
 
-def test_what_jax_says_names_the_function():
+def test_messages_of_jax_name_the_function():
     with pytest.raises(
         ValueError, match="the function 'double' was given out_specs which require replication"
     ):
@@ -402,7 +402,7 @@ def test_a_decorator_with_options():
         assert str(error.value) == f'shard_map needs {missing}: a PartitionSpec, a rule, or a tree of them'
 
 
-def test_a_mapped_dimension_that_lies_along_an_explicit_axis():
+def test_a_vmapped_dimension_sharded_over_an_explicit_axis():
     helper = HELPERS['explicit']
     placed = helper.shard(X, P('a', 'b'))
 

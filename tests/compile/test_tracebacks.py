@@ -76,7 +76,7 @@ WRAPPED = {
 
 @pytest.mark.parametrize('wrapped', WRAPPED)
 @pytest.mark.parametrize('compiled', [True, False], ids=['sjit', 'eager'])
-def test_tracebacks_pass_over_what_runs_the_function(wrapped, compiled):
+def test_tracebacks_skip_internal_frames(wrapped, compiled):
     with pytest.raises(KeyError) as error:
         (HELPER.sjit(WRAPPED[wrapped]) if compiled else WRAPPED[wrapped])(X)
     names = files(error.value)
@@ -84,7 +84,7 @@ def test_tracebacks_pass_over_what_runs_the_function(wrapped, compiled):
     assert not of_scalax(names)
 
 
-def test_errors_of_what_runs_the_function_show_where_they_arose():
+def test_errors_of_scalax_keep_their_frames():
     with pytest.raises(ScalaxError) as error:
         HELPER.shard_map(failing, P('data'), P('data'))(X[:3])
     assert of_scalax(files(error.value))

@@ -134,7 +134,7 @@ def test_a_function_runs_on_the_mesh_as_under_set_mesh(helper, call):
 
 
 @pytest.mark.medium
-def test_transformations_of_it_run_on_the_mesh():
+def test_transformations_of_the_function_run_on_the_mesh():
     compiled = AUTO.sjit(constrained)
     assert jax.vmap(compiled)(np.stack([X, X])).sharding.spec == P(None, 'dp')
     assert jax.grad(lambda x: compiled(x).sum())(X).sharding.spec == P('dp')
@@ -162,7 +162,7 @@ def test_the_users_code_runs_once():
     assert len(seen) == 1
 
 
-def test_arguments_that_no_output_depends_on_say_nothing_of_devices():
+def test_unused_arguments_do_not_determine_devices():
     def init_like(params):
         return with_sharding_constraint(jnp.zeros_like(params), P('dp'))
 
@@ -188,7 +188,7 @@ def test_a_function_without_outputs_runs_on_the_mesh():
     assert [sharding.num_devices for sharding in seen] == [8]
 
 
-def test_arrays_elsewhere_are_an_error():
+def test_arrays_on_other_devices_are_an_error():
     compiled = AUTO.sjit(constrained)
     with pytest.raises(ValueError, match=r'argument x of constrained .*device ids \[3\]'):  # of JAX
         compiled(jax.device_put(X, jax.devices()[3]))
@@ -205,14 +205,14 @@ def test_it_is_planned_on_the_mesh():
     assert_collectives(AUTO.sjit(summed), jax.ShapeDtypeStruct(X.shape, X.dtype), all_reduce={'dp': 1})
 
 
-def test_a_mesh_without_devices_is_lowered_for_all_of_it():
+def test_an_abstract_mesh_is_lowered_for_all_its_devices():
     abstract = MeshShardingHelper.from_mesh(AUTO.mesh.abstract_mesh)
     for fun, partitions in ((constrained, 8), (lambda x: 2 * x, 1)):
         lowered = abstract.sjit(fun).trace(X).lower(lowering_platforms=('tpu',))
         assert f'mhlo.num_partitions = {partitions} ' in lowered.as_text()
 
 
-def test_a_function_on_a_mesh_without_devices_may_be_inside_another():
+def test_a_function_on_an_abstract_mesh_can_be_nested():
     for types in (AxisType.Auto, AxisType.Explicit):
         mesh = MeshShardingHelper([4, 2], ['dp', 'mp'], axis_types=types).mesh.abstract_mesh
         helper = MeshShardingHelper.from_mesh(mesh)
@@ -233,7 +233,7 @@ PLACED = {
 @pytest.mark.medium
 @pytest.mark.parametrize('name', PLACED)
 @pytest.mark.parametrize('helper', [AUTO, EXPLICIT], ids=['auto', 'explicit'])
-def test_some_functions_know_a_mesh_that_is_set_alone(helper, name):
+def test_some_functions_only_use_a_mesh_that_is_set(helper, name):
     compiled = helper.sjit(PLACED[name], out_shardings=P('dp'))
     if helper is AUTO or name == 'device_put':
         with pytest.raises((ValueError, RuntimeError), match=r'set a mesh|a non-empty mesh in context'):
@@ -243,7 +243,7 @@ def test_some_functions_know_a_mesh_that_is_set_alone(helper, name):
 
 
 @pytest.mark.parametrize('types', [AxisType.Auto, AxisType.Explicit])
-def test_what_is_for_another_platform_is_lowered_under_its_mesh(types):
+def test_programs_for_another_platform_are_lowered_under_its_mesh(types):
     helper = MeshShardingHelper([4, 2], ['dp', 'mp'], axis_types=types)
     fields = {'device_kind': 'TPU v5e', 'num_cores': 1, 'platform': 'tpu'}
     parameters = inspect.signature(jax.sharding.AbstractDevice).parameters
@@ -268,7 +268,7 @@ def test_what_is_for_another_platform_is_lowered_under_its_mesh(types):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize('helper', [AUTO, EXPLICIT, MIXED], ids=['auto', 'explicit', 'mixed'])
 @pytest.mark.parametrize('options', ['in_shardings', 'out_shardings', 'args_sharding_constraint'])
-def test_under_a_mesh_of_the_same_axes_that_names_no_devices_nothing_is_lost(helper, options):
+def test_an_abstract_mesh_with_the_same_axes_keeps_shardings(helper, options):
     mesh = helper.mesh.abstract_mesh
     compiled = helper.sjit(lambda x: 2 * x, **{options: P('dp')})
     with jax.sharding.use_abstract_mesh(AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types)):
@@ -281,7 +281,7 @@ def test_under_a_mesh_of_the_same_axes_that_names_no_devices_nothing_is_lost(hel
     assert 'mhlo.num_partitions = 8 ' in lowered.as_text()
 
 
-def test_a_sharded_argument_that_jax_drops_names_no_devices():
+def test_an_argument_that_jax_drops_does_not_determine_devices():
     """JAX drops operands of shard_map that no result depends on, and loses their devices."""
 
     def fun(x, y):

@@ -20,7 +20,7 @@ HELPER = MeshShardingHelper([4, 2], ['x', 'y'])
 X = np.arange(8, dtype=np.float32)
 
 
-def test_the_ones_used_last_are_kept(monkeypatch):
+def test_recently_used_entries_are_kept(monkeypatch):
     monkeypatch.setattr(lru_cache, 'SIZE', 3)
     kept = LRUCache()
     for key in 'abc':
@@ -33,7 +33,7 @@ def test_the_ones_used_last_are_kept(monkeypatch):
     assert (kept.get('a'), kept.get('c'), kept.get('d'), kept.get('e')) == (None, 'C', 'D', 'E')
 
 
-def test_threads_agree_on_what_is_kept():
+def test_threads_share_cache_entries():
     kept, agreed, start = LRUCache(), [], threading.Barrier(8)
 
     def work(number):
@@ -50,7 +50,7 @@ def test_threads_agree_on_what_is_kept():
 
 
 @pytest.mark.medium
-def test_static_objects_are_let_go(monkeypatch):
+def test_static_objects_are_freed(monkeypatch):
     monkeypatch.setattr(lru_cache, 'SIZE', 4)
 
     class Model:
@@ -71,7 +71,7 @@ def test_static_objects_are_let_go(monkeypatch):
 
 
 @pytest.mark.medium
-def test_what_was_forgotten_is_found_again(monkeypatch):
+def test_evicted_entries_are_created_again(monkeypatch):
     monkeypatch.setattr(lru_cache, 'SIZE', 2)
     scaled = HELPER.sjit(
         lambda x, n: with_sharding_annotation(x * n, 'h'),
@@ -85,7 +85,7 @@ def test_what_was_forgotten_is_found_again(monkeypatch):
                 np.testing.assert_array_equal(scaled(np.ones(size), n), n * np.ones(size))
 
 
-def test_programs_are_let_go(monkeypatch):
+def test_programs_are_freed(monkeypatch):
     monkeypatch.setattr(lru_cache, 'SIZE', 3)
     last = HELPER.sjit(lambda *rows: rows[-1], in_shardings=P('x'))
     for count in range(1, 9):  # each number of arguments has a program of its own
@@ -93,7 +93,7 @@ def test_programs_are_let_go(monkeypatch):
         assert len(last._dispatcher.programs) <= 3
 
 
-def test_contexts_are_let_go(monkeypatch):
+def test_contexts_are_freed(monkeypatch):
     monkeypatch.setattr(lru_cache, 'SIZE', 4)
     rules = []
     for _ in range(12):
@@ -107,7 +107,7 @@ def test_contexts_are_let_go(monkeypatch):
 
 
 @pytest.mark.medium
-def test_calls_inside_shard_map_leave_nothing_behind():
+def test_calls_inside_shard_map_leave_no_state():
     class Static:
         """A static argument."""
 
@@ -126,7 +126,7 @@ def test_calls_inside_shard_map_leave_nothing_behind():
 
 
 @pytest.mark.parametrize('deleted', [True, False])
-def test_questions_are_answered_about_types_alone(deleted):
+def test_methods_accept_types(deleted):
     step = HELPER.sjit(lambda x: x * 2, in_shardings=P('x'), donate_argnums=0)
     x = HELPER.shard(X, P('x'))
     if deleted:
@@ -139,7 +139,7 @@ def test_questions_are_answered_about_types_alone(deleted):
     assert step.get_jitted_function_by_args(x) is not None
 
 
-def test_an_error_of_the_user_carries_nothing_of_ours():
+def test_a_users_error_has_no_internal_context():
     error = ValueError('mine')
 
     @HELPER.sjit

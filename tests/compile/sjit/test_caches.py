@@ -141,7 +141,7 @@ def test_nested_sjit_inherits_and_overrides():
     assert nested(X)[1].sharding.spec == COLUMNS
 
 
-def test_bindings_in_force_can_be_asked_for():
+def test_active_bindings_are_returned():
     seen = []
 
     def inner(x):
@@ -178,7 +178,7 @@ def test_names_used_in_a_trace_that_jax_had_cached_count():
     assert compiled(X, X[:3]).sharding.spec == ROWS
 
 
-def test_annotations_without_anyone_bound_do_nothing():
+def test_annotations_without_bindings_do_nothing():
     np.testing.assert_array_equal(inner_jit(X), X * 2)
     np.testing.assert_array_equal(HELPER.sjit(inner_jit)(X), X * 2)
 
@@ -196,7 +196,7 @@ def test_annotations_without_anyone_bound_do_nothing():
     ],
     ids=str,
 )
-def test_one_trace_wherever_the_arguments_lie(options):
+def test_one_trace_for_all_argument_shardings(options):
     traces = []
 
     @HELPER.sjit(**options)
@@ -250,7 +250,7 @@ def test_x64_is_another_signature():
 @pytest.mark.parametrize('committed', [True, False])
 @pytest.mark.parametrize('kind', [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize('wide_first', [True, False])
-def test_arrays_of_x64_keep_their_dtype_without_it(wide_first, kind, committed):
+def test_x64_arrays_keep_their_dtype_without_x64(wide_first, kind, committed):
     helper = MeshShardingHelper([4, 2], ['data', 'model'], axis_types=kind)
     with jax.enable_x64(True):
         wide = helper.shard(np.ones(8), ROWS) if committed else jnp.ones(8)
@@ -261,7 +261,7 @@ def test_arrays_of_x64_keep_their_dtype_without_it(wide_first, kind, committed):
         assert out.sharding.is_equivalent_to(NamedSharding(helper.mesh, ROWS), 1)
 
 
-def test_arrays_of_x64_are_told_apart_by_a_partial_key(monkeypatch):
+def test_partial_keys_distinguish_x64_arrays(monkeypatch):
     with jax.enable_x64(True):
         wide = HELPER.shard(np.ones(8), ROWS)
     by_dtype = PolicyShardingRule(lambda path, leaf: ROWS if leaf.dtype == np.float64 else P())
@@ -309,7 +309,7 @@ def test_signatures_with_equal_shardings_share_one_program():
 
 
 @pytest.mark.medium
-def test_shapes_trees_and_statics_in_turn():
+def test_alternating_shapes_trees_and_statics():
     """A bug of 0.2.5: calls with a second shape or tree structure reused the first shardings."""
     rule = FSDPShardingRule('data', min_fsdp_size=16)
     compiled = HELPER.sjit(
@@ -477,7 +477,7 @@ class Letter(str, enum.Enum):  # noqa: UP042 - a StrEnum prints as the string
     A = 'a'
 
 
-def test_a_function_that_two_share_is_traced_once():
+def test_a_shared_inner_function_is_traced_once():
     traces = []
 
     @jax.jit
@@ -514,7 +514,7 @@ def test_sjit_again_of_one_function_shares_its_traces():
 
 @pytest.mark.medium
 @pytest.mark.parametrize('option', ['in_shardings', 'out_shardings', 'args_sharding_constraint'])
-def test_rules_are_those_of_the_call_of_sjit(option):
+def test_rules_are_copied_when_sjit_is_called(option):
     def double(x):
         return {'y': x['y'] * 2}
 
@@ -530,7 +530,7 @@ def test_rules_are_those_of_the_call_of_sjit(option):
         assert compiled({'y': X})['y'].sharding.spec == spec
 
 
-def test_bindings_are_those_of_the_call_of_sjit():
+def test_bindings_are_copied_when_sjit_is_called():
     rules = {'h': {'y': ROWS}}
     bound = HELPER.sjit(lambda x: with_sharding_annotation({'y': x * 2}, 'h'), annotation_shardings=rules)
     rules['h']['y'] = COLUMNS
@@ -572,7 +572,7 @@ def test_shared_traces_keep_nothing_alive():
         gc.enable()
 
 
-def test_a_function_that_lives_on_keeps_no_helper():
+def test_a_function_does_not_keep_its_helper_alive():
     helper = MeshShardingHelper([8], ['data'])
     gone = weakref.ref(helper)
     helper.sjit(_double, annotation_shardings={'h': P()})
@@ -586,7 +586,7 @@ def test_a_function_that_lives_on_keeps_no_helper():
         gc.enable()
 
 
-def test_unused_names_are_those_of_each_function():
+def test_unused_names_are_reported_for_each_function():
     """Functions with equal bindings share a context, but one may use a name that the other does not."""
     names = {'used': ROWS, 'forgotten': ROWS}
 
@@ -614,7 +614,7 @@ def test_memory_spaces_are_not_mixed_up_by_replays():
     assert by_memory(X) == 2.0
 
 
-def test_a_failed_first_call_leaves_nothing_behind():
+def test_a_failed_first_call_leaves_no_state():
     ran = []
 
     @HELPER.sjit(in_shardings=FSDPShardingRule('data', min_fsdp_size=64))
@@ -728,13 +728,13 @@ def never_slow(compiled, calls, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore::scalax.errors.UnshardedWarning')  # of the small ones
-def test_many_signatures_of_two_programs_are_told_apart(monkeypatch):
+def test_signatures_of_two_programs_are_distinguished(monkeypatch):
     compiled = HELPER.sjit(lambda x: x * 2, FSDPShardingRule('data', min_fsdp_size=64))
     calls = [(np.full((4 * n, 3), n, np.float32),) for n in range(1, 41)]
     never_slow(compiled, calls, monkeypatch)
 
 
-def test_programs_whose_calls_look_alike_are_told_apart_by_the_trace_context(monkeypatch):
+def test_programs_are_distinguished_by_trace_context(monkeypatch):
     by_dtype = PolicyShardingRule(lambda path, leaf: P('data') if leaf.dtype == np.float64 else P())
     compiled = HELPER.sjit(lambda x: x * 1.0, out_shardings=by_dtype)
     x = np.ones(8, np.int32)
@@ -749,14 +749,14 @@ def test_programs_whose_calls_look_alike_are_told_apart_by_the_trace_context(mon
     assert expected[False].spec != expected[True].spec
 
 
-def test_programs_are_told_apart_by_dtypes_as_they_are_on_the_devices(monkeypatch):
+def test_programs_are_distinguished_by_device_dtypes(monkeypatch):
     by_dtype = PolicyShardingRule(lambda path, leaf: P('data') if leaf.dtype == np.float32 else P())
     compiled = HELPER.sjit(lambda x: x * 2, in_shardings=by_dtype)
     wide = np.ones(8, np.float64), np.ones(8, np.int64)
     never_slow(compiled, [(wide[0],), (wide[1],), (jnp.asarray(wide[0]),)], monkeypatch)
 
 
-def test_programs_are_told_apart_by_numbers_too(monkeypatch):
+def test_programs_are_distinguished_by_number_types(monkeypatch):
     by_rank = PolicyShardingRule(lambda path, leaf: P('data') if leaf.shape else P())
     by_dtype = PolicyShardingRule(lambda path, leaf: P() if leaf.dtype == np.float32 else None)
     for rule in (by_rank, by_dtype):
@@ -764,7 +764,7 @@ def test_programs_are_told_apart_by_numbers_too(monkeypatch):
             never_slow(HELPER.sjit(lambda x: x * 2, rule, rule), [(2.0,), (X,), (3,)], patched)
 
 
-def test_programs_are_told_apart_among_calls_of_one_length(monkeypatch):
+def test_programs_of_calls_with_one_length_are_distinguished(monkeypatch):
     rule = FSDPShardingRule('data', min_fsdp_size=64)
     compiled = HELPER.sjit(lambda *arrays: [x * 2 for x in arrays], in_shardings=rule)
     small = np.ones(8, np.float32)

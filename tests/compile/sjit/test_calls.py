@@ -241,7 +241,7 @@ def test_shardings_that_do_not_fit_the_arguments(in_shardings, snapshot):
     ],
     ids=['text', 'inside'],
 )
-def test_what_is_no_rule_is_said_before_any_call(option, rules, message):
+def test_invalid_rules_are_errors_before_any_call(option, rules, message):
     def g(x):
         return x
 
@@ -463,7 +463,7 @@ MISNAMED = {
 
 
 @pytest.mark.parametrize(('options', 'what'), MISNAMED.values(), ids=MISNAMED)
-def test_names_behind_a_wrapper_of_other_parameters_are_refused(options, what):
+def test_wrapped_names_with_other_parameters_are_rejected(options, what):
     for fun in (with_rng, with_rng_and_keywords):
         with pytest.raises((ArgumentError, StructureError), match=f'{what}.* no (such )?argument'):
             HELPER.sjit(fun, **options)
@@ -473,7 +473,7 @@ def test_names_behind_a_wrapper_of_other_parameters_are_refused(options, what):
     assert (x.is_deleted(), y.is_deleted()) == (False, True)
 
 
-def test_misspelled_names_behind_wrappers():
+def test_misspelled_wrapped_names():
     def step(state, batch, *, states=None):
         return state + batch
 
@@ -491,7 +491,7 @@ def test_misspelled_names_behind_wrappers():
 
 
 @pytest.mark.parametrize(('options', 'what'), MISNAMED.values(), ids=MISNAMED)
-def test_names_behind_a_wrapper_that_keeps_an_argument(options, what):
+def test_wrapped_names_if_the_wrapper_adds_an_argument(options, what):
     @functools.wraps(behind)
     def with_log(*args, **kwargs):
         return behind(*args[1:], **kwargs)
@@ -505,7 +505,7 @@ def test_names_behind_a_wrapper_that_keeps_an_argument(options, what):
     assert x.is_deleted()
 
 
-def test_numbers_that_are_too_large_are_named():
+def test_too_large_integers_are_listed():
     compiled = HELPER.sjit(lambda tree: tree)
     with pytest.raises(OverflowError) as caught:
         compiled({'a': 2**40, 'b': 1, 'c': -(2**40)})
@@ -516,7 +516,7 @@ def test_numbers_that_are_too_large_are_named():
         compiled({'a': 'text', 'b': 2**40})
 
 
-def test_rules_of_a_call_that_leaves_out_an_argument_behind_a_wrapper():
+def test_rules_of_a_call_that_omits_a_wrapped_argument():
     with pytest.raises(StructureError, match=r'has 2 entries, but this call has 1 positional argument \(x\)'):
         HELPER.sjit(jax.grad(lambda x, y=2.0: (x * y).sum()), (P('data'), None))(Y)
 
@@ -567,7 +567,7 @@ def test_an_error_keeps_no_argument_alive(refused):
         gc.enable()
 
 
-def test_negative_positions_behind_a_wrapper_are_those_of_the_function():
+def test_negative_positions_count_in_the_wrapped_function():
     def step(state, old=None):
         return state * 2 if old is None else state + old
 
@@ -591,7 +591,7 @@ def test_negative_positions_behind_a_wrapper_are_those_of_the_function():
     assert (x.is_deleted(), y.is_deleted()) == (False, True)
 
 
-def test_positions_behind_such_a_wrapper_take_no_names():
+def test_wrapped_positions_with_such_a_wrapper_have_no_names():
     compiled = HELPER.sjit(with_rng_and_keywords, donate_argnums=2)
     x, y = HELPER.shard(Y, P('data')), HELPER.shard(Y, P('data'))
     compiled(0, x, y=y)
@@ -610,7 +610,7 @@ def test_a_parameter_may_be_called_like_a_builtin():
 
 @pytest.mark.medium
 @pytest.mark.parametrize('static', [None, 0])
-def test_every_number_of_extra_arguments_is_a_call_of_its_own(static):
+def test_calls_with_other_numbers_of_extra_arguments(static):
     """A program for fewer arguments would ignore some of them, and return a wrong result."""
     compiled = HELPER.sjit(lambda *args: sum(args), static_argnums=static)
     for count in (1, 2, 3, 1, 2, 4):
@@ -637,7 +637,7 @@ def test_fewer_extra_arguments_after_more():
     ],
 )
 @pytest.mark.parametrize('function', [None, f], ids=['decorator', 'function'])
-def test_unknown_options_are_refused_at_once(function, option, hint):
+def test_unknown_options_are_rejected_at_once(function, option, hint):
     with pytest.raises(ArgumentError) as error:
         HELPER.sjit(function, **{option: P()})
     assert str(error.value) == f'sjit has no option {option!r} ({hint})'
@@ -710,7 +710,7 @@ OF_LEAVES = 'shard trees of arrays, and take other leaves out (a function may cl
         (lambda module, path: Checkpointer(path).restore(HELPER, P(), module), ShardingError, OF_LEAVES),
     ],
 )
-def test_errors_about_modules_name_the_ways_out(take, kind, advice, tmp_path):
+def test_errors_about_modules_name_alternatives(take, kind, advice, tmp_path):
     eqx = pytest.importorskip('equinox')
     model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
     with pytest.raises(kind) as error:
@@ -726,7 +726,7 @@ def _save(module, path):
 
 
 @pytest.mark.medium
-def test_the_ways_out_for_modules():
+def test_alternatives_for_modules():
     eqx = pytest.importorskip('equinox')
     model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
     arrays, rest = eqx.partition(model, eqx.is_array)
@@ -777,7 +777,7 @@ def test_a_function_that_calls_itself_ends_in_a_recursion_error():
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason='jax.jit takes any value')
-def test_a_wrong_value_of_an_option_of_jax_is_found_at_once():
+def test_invalid_options_of_jax_are_rejected_at_once():
     with pytest.raises(ValueError, match='inline'):
         HELPER.sjit(positional_only, inline='perhaps')
 
@@ -791,7 +791,7 @@ def test_structs_of_wide_dtypes(question):
 
 
 @pytest.mark.medium
-def test_wrappers_are_called_as_they_are_written():
+def test_wrappers_are_called_with_their_own_parameters():
     def tenfold(fun):
         @functools.wraps(fun)
         def wrapper(*args, **kwargs):
@@ -852,7 +852,7 @@ def test_donated_names_among_extra_keywords():
     assert y.is_deleted()
 
 
-def test_arguments_named_like_ours():
+def test_arguments_named_like_internal_names():
     def f(self, row, call):
         return self + row + call
 

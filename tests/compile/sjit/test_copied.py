@@ -103,7 +103,7 @@ QUESTIONS = {
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize('question', QUESTIONS)
 @pytest.mark.parametrize('derivation', DERIVED)
-def test_what_is_made_of_it_is_about_itself(derivation, question):
+def test_derived_functions_do_not_inherit_methods(derivation, question):
     actual = QUESTIONS[question](DERIVED[derivation](HELPER.sjit(plain)))
     expected = QUESTIONS[question](DERIVED[derivation](plain))
     assert [np.shape(leaf) for leaf in jax.tree.leaves(actual)] == [
@@ -138,7 +138,7 @@ def test_a_donation_of_a_jit_around_it_is_kept():
     assert [leaf.donated for leaf in jax.tree.leaves(lowered.args_info)] == [True]
 
 
-def test_collectives_are_those_of_what_was_made():
+def test_derived_functions_have_the_same_collectives():
     total = HELPER.sjit(lambda x: (x**2).sum(), P('fsdp'))
     assert_collectives(total, X, all_reduce={'fsdp': 1})
     with pytest.raises(AssertionError, match='all-reduce: 0, expected 1'):
@@ -152,7 +152,7 @@ def test_assert_no_recompile_takes_what_has_methods():
         compiled(X)
 
 
-def test_attributes_of_the_users_function_are_copied_and_hide_no_method():
+def test_copied_attributes_do_not_hide_methods():
     def annotated(x: jax.Array) -> jax.Array:
         return x
 
@@ -199,7 +199,7 @@ def test_copies_are_the_function_itself(function):
     assert copy.deepcopy(function) is copy.copy(function) is function
 
 
-def test_it_is_pickled_with_what_it_was_made_of():
+def test_it_is_pickled_as_its_definition():
     rules = {'x': FSDPShardingRule('fsdp', min_fsdp_size=0)}
     compiled = HELPER.sjit(plain, rules, P(), on_mismatch='reshard', keep_unused=True)
     again = pickle.loads(pickle.dumps(compiled))
@@ -266,7 +266,7 @@ KEPT = {
 @pytest.mark.filterwarnings('ignore:.*annotation_shardings binds names')
 @pytest.mark.parametrize('types', [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 @pytest.mark.parametrize(('options', 'calls'), KEPT.values(), ids=KEPT)
-def test_a_function_goes_with_the_last_reference_to_it(options, calls, types):
+def test_a_function_is_freed_with_its_last_reference(options, calls, types):
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=types)
     kept = []
 

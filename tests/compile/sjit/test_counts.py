@@ -139,7 +139,7 @@ def test_no_sequence_of_calls_compiles_more_often(helper, donated, arrivals):
 @pytest.mark.medium
 @each_mesh
 @each_donation
-def test_whole_copies_are_taken_from_any_device(helper, donated):
+def test_replicated_arguments_are_accepted_from_any_devices(helper, donated):
     for arrivals in (['one device'] * 3, ['one device', 'numpy', 'one device']):
         counts, sjit_outcomes, jit_outcomes = compared(helper, P(), donated, arrivals, 'error')
         assert [outcome for _, outcome in sjit_outcomes] == [X.sum() * 2] * 3
@@ -154,7 +154,7 @@ def test_whole_copies_are_taken_from_any_device(helper, donated):
 @each_mesh
 @each_donation
 @pytest.mark.parametrize('typed', [False, True], ids=['struct', 'struct with a sharding'])
-def test_ahead_of_time_and_then_called(helper, donated, typed):
+def test_ahead_of_time_compilation_and_calls(helper, donated, typed):
     options: dict[str, Any] = {'donate_argnums': 0} if donated else {}
     struct, sharding = jax.ShapeDtypeStruct(X.shape, X.dtype), NamedSharding(helper.mesh, ROWS)
     typed_struct = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=sharding)
@@ -173,7 +173,7 @@ def test_ahead_of_time_and_then_called(helper, donated, typed):
 
 @pytest.mark.medium
 @each_mesh
-def test_several_arguments_that_arrive_in_different_ways(helper):
+def test_arguments_with_different_placements(helper):
     """A training step with a placed state, a batch on the host, and an uncommitted key."""
     state = helper.shard({'w': X}, ROWS)
     with counted('sjitted') as (counts, _):

@@ -88,7 +88,7 @@ def test_a_nested_call_gives_its_outputs_their_shardings(helper, outer, start):
     assert is_sharded_as(out['number'], helper, P())
 
 
-def test_outputs_in_place_of_a_donated_argument_lie_as_it_does(helper):
+def test_outputs_get_the_sharding_of_a_donated_argument(helper):
     nested = helper.sjit(lambda value: {'a': jnp.zeros((8, 8))}, SPEC, donate_argnums=0)
     out = jax.jit(lambda value: nested(value * 2))(helper.shard(X, P()))
     assert is_sharded_as(out['a'], helper, SPEC)
@@ -114,7 +114,7 @@ def test_rules_for_outputs_are_asked_once(helper):
 
 
 @pytest.mark.slow
-def test_transformations_reshard_what_lies_elsewhere(helper):
+def test_transformations_reshard_arguments(helper):
     square = helper.sjit(lambda x: x**2, in_shardings=SPEC, out_shardings=SPEC)
     # By JAX's own jit too, cotangents that it makes itself do not lie as out_shardings says on Auto axes.
     open_ended = helper.sjit(lambda x: x**2, in_shardings=SPEC)
@@ -147,7 +147,7 @@ jax.tree_util.register_pytree_node(Node, lambda node: ((node.value,), None), lam
 
 @pytest.mark.medium
 @pytest.mark.parametrize('make', [np.asarray, jnp.asarray, 'placed'], ids=['numpy', 'jax', 'placed'])
-def test_nodes_that_refuse_types_are_typed_all_the_same(helper, make):
+def test_nodes_that_reject_types_are_traced_with_arrays(helper, make):
     types = []
 
     @helper.sjit(in_shardings=SPEC, out_shardings=SPEC)
@@ -178,7 +178,7 @@ def test_open_dimensions_of_an_argument_keep_their_axes(start, asked, expected):
 
 
 @pytest.mark.slow
-def test_calls_that_nothing_places_run_on_the_whole_mesh(helper):
+def test_calls_without_shardings_run_on_all_devices(helper):
     for x in (X, jnp.asarray(X), 2.0):
         for _ in range(2):
             out = helper.sjit(lambda a: a * 2)(x)
@@ -191,7 +191,7 @@ def test_calls_that_nothing_places_run_on_the_whole_mesh(helper):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('spec', [P(), SPEC], ids=str)
-def test_outputs_that_depend_on_no_argument_lie_on_the_mesh(helper, spec):
+def test_outputs_that_depend_on_no_argument_are_on_the_mesh(helper, spec):
     constant = helper.sjit(
         jax.grad(lambda x: (3 * x).sum()), spec
     )  # JAX drops arguments that it does not need
@@ -224,7 +224,7 @@ def test_functions_for_other_meshes_do_not_nest(snapshot):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('outer', MESHES)
-def test_functions_for_a_mesh_of_other_types_run_by_the_types_in_force(helper, outer):
+def test_functions_run_with_the_active_axis_types(helper, outer):
     seen = []
 
     @helper.sjit(in_shardings=P('y'), out_shardings=P('x'))
@@ -253,7 +253,7 @@ def test_outputs_are_sharded_on_the_mesh_of_the_helper(helper, ambient):
 @pytest.mark.medium
 @pytest.mark.parametrize('ambient', MESHES)
 @pytest.mark.parametrize('donated', [(), (0,)], ids=['kept', 'donated'])
-def test_arrays_that_nobody_has_placed_are_traced_once_under_axes_of_other_types(ambient, donated):
+def test_uncommitted_arrays_are_traced_once_under_other_axis_types(ambient, donated):
     auto = MeshShardingHelper([4, 2], ['x', 'y'])
     step = auto.sjit(lambda x, y: (2 * x, y), in_shardings=SPEC, out_shardings=SPEC, donate_argnums=donated)
     batches = [(make(), make()) for make in [lambda: jnp.asarray(X)] * 4 + [lambda: X.copy()] * 4]
@@ -277,7 +277,7 @@ def test_arrays_that_nobody_has_placed_are_traced_once_under_axes_of_other_types
             assert all(is_sharded_as(out, auto, SPEC) for out in outs)
 
 
-def test_an_array_off_the_mesh_that_no_rule_places():
+def test_an_array_off_the_mesh_without_a_rule():
     elsewhere = jax.device_put(np.ones(8, np.float32), jax.devices()[0])
     for _ in range(2):
         with pytest.raises(PlacementError) as error:
@@ -294,7 +294,7 @@ def test_an_array_off_the_mesh_that_no_rule_places():
 
 
 @pytest.mark.medium
-def test_host_data_is_placed_without_being_looked_at_twice(helper, monkeypatch):
+def test_host_data_is_placed_on_the_fast_path(helper, monkeypatch):
     rule = FSDPShardingRule('x', min_fsdp_size=64)
     traces = []
 
@@ -350,7 +350,7 @@ def test_host_data_without_rules_is_dispatched_once(helper, monkeypatch, placed_
     assert len(traces) == len(calls)
 
 
-def test_host_data_beside_arrays_that_lie_wrong():
+def test_host_data_with_misplaced_arrays():
     step = EXPLICIT.sjit(lambda a, b: a + b, in_shardings=(SPEC, SPEC))
     step(X, X)
     with pytest.raises(PlacementError, match=r'b: float32\[8, 8\] is sharded as P\(\)'):
@@ -361,7 +361,7 @@ def test_host_data_beside_arrays_that_lie_wrong():
         assert is_sharded_as(resharding(X, EXPLICIT.shard(X, P())), EXPLICIT, SPEC)
 
 
-def test_structs_say_nothing_about_where_they_lie_unless_they_do(helper):
+def test_structs_may_have_shardings(helper):
     compiled = helper.sjit(lambda x: x * 2, in_shardings=SPEC)
     plain = jax.ShapeDtypeStruct((8, 8), np.float32)
     typed = jax.ShapeDtypeStruct((8, 8), np.float32, sharding=NamedSharding(helper.mesh, SPEC))
@@ -419,7 +419,7 @@ def test_arrays_of_an_explicit_mesh_without_rules_stay_on_their_devices(sharding
 
 @pytest.mark.parametrize('rules', [{'in_shardings': P('x')}, {'out_shardings': P('x')}], ids=['in', 'out'])
 @pytest.mark.parametrize('called_before', [False, True], ids=['first', 'known'])
-def test_values_of_an_explicit_mesh_inside_of_another_function(rules, called_before, snapshot):
+def test_values_of_another_explicit_mesh_inside_a_function(rules, called_before, snapshot):
     """JAX would ignore the shardings, because it cannot combine types of two meshes."""
     x = jax.device_put(np.ones((8, 8), np.float32), TYPED['as asked'])
     compiled = AUTO_HELPER.sjit(lambda x: x * 2, **rules)

@@ -50,7 +50,7 @@ def test_gradients_are_those_of_one_device(groups, features, batch, options):
 
 
 @pytest.mark.medium
-def test_rows_that_not_all_axes_divide():
+def test_batches_that_not_all_axes_divide():
     w, x = arrays(4, rows=4)
     assert_right(gradients, w, x, 4, in_shardings=(P(), P('fsdp')), batch_argnums=())
     w, x = arrays(4, rows=3)
@@ -59,7 +59,7 @@ def test_rows_that_not_all_axes_divide():
 
 @pytest.mark.medium
 @pytest.mark.parametrize('batch', [P(), P('fsdp'), P(None, None, None, 'fsdp')])
-def test_results_that_are_laid_out_unlike_images(batch):
+def test_results_with_another_dimension_order(batch):
     """XLA mixes up the channels, or fails. The gradient of a gradient has this dimension order."""
 
     def fun(w, x):
@@ -135,7 +135,7 @@ def microbatched(w, x, groups):
     ],
 )
 @pytest.mark.parametrize('options', [{'batch_argnums': ()}, {'batch_argnums': 1}])
-def test_rows_over_parts_of_axes_and_over_others(helper, fun, batch, options):
+def test_batches_over_some_axes_and_several_axes(helper, fun, batch, options):
     w, x = arrays(4, rows=16 if fun is not microbatched else 32)
     step = helper.sjit(fun, static_argnums=2, in_shardings=(P(), batch), out_shardings=P(), **options)
     actual = step(w, x, 4)
@@ -147,14 +147,14 @@ def test_rows_over_parts_of_axes_and_over_others(helper, fun, batch, options):
 
 
 @pytest.mark.medium
-def test_under_another_mesh_in_force():
+def test_another_active_mesh():
     w, x = arrays(4)
     step = HELPER.sjit(gradients, static_argnums=2, in_shardings=(P(), P('fsdp')))
     with jax.set_mesh(jax.make_mesh((2, 4), ('p', 'q'), axis_types=(jax.sharding.AxisType.Auto,) * 2)):
         np.testing.assert_allclose(step(w, x, 4)[0], gradients(w, x, 4)[0], rtol=1e-4, atol=1e-3)
 
 
-def test_on_explicit_axes_it_is_refused():
+def test_explicit_axes_are_rejected():
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=jax.sharding.AxisType.Explicit)
     w, x = arrays(4)
     step = helper.sjit(gradients, static_argnums=2, in_shardings=(P(), P('fsdp')))
@@ -182,7 +182,7 @@ def test_the_users_code_runs_once_and_placed_arrays_give_the_same():
     assert times == [1]
 
 
-def test_a_function_that_closes_over_an_outer_trace_is_refused():
+def test_a_function_that_closes_over_an_outer_trace_is_rejected():
     w, x = arrays(4)
 
     @jax.jit

@@ -59,7 +59,7 @@ def test_the_table_is_one_of_all_subjects():
     assert len(names) >= 300
 
 
-def test_differences_that_are_meant_are_documented():
+def test_intended_differences_are_documented():
     page = ROOT.joinpath('docs', 'sjit.md').read_text(encoding='utf-8')
     section = page.split('## Differences from jax.jit')[1].split('\n## ')[0]
     documented = re.findall(r'^- `([a-z-]+)`: ', section, re.MULTILINE)

@@ -29,7 +29,7 @@ class Model(nnx.Module):
 
 
 @pytest.mark.medium
-def test_changes_that_are_lost_are_said(snapshot):
+def test_lost_changes_warn(snapshot):
     def forward(model, x):
         return model(x)
 
@@ -43,7 +43,7 @@ def test_changes_that_are_lost_are_said(snapshot):
     compiled(model, X)  # said once, where it is traced
 
 
-def test_an_optimizer_that_is_updated_inside_is_said():
+def test_an_optimizer_updated_inside_warns():
     model = Model()
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
@@ -70,7 +70,7 @@ KEPT = {
 @pytest.mark.medium
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize('kept', KEPT)
-def test_changes_that_are_returned_are_not_said(kept):
+def test_returned_changes_do_not_warn(kept):
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         HELPER.sjit(KEPT[kept])(Model(), X)

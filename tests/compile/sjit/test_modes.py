@@ -92,7 +92,7 @@ def test_every_mesh_and_context(helper, context, placed):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('called_before', [False, True], ids=['first call', 'later call'])
-def test_a_foreign_mesh_of_the_same_devices_in_another_order(helper, called_before):
+def test_a_call_under_a_mesh_with_another_device_order(helper, called_before):
     compiled = helper.sjit(lambda x: x * 2, P('data'))
     if called_before:
         compiled(X)
@@ -212,7 +212,7 @@ EAGER = {
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize('transform', EAGER)
 @pytest.mark.parametrize('called_before', [False, True], ids=['first call', 'later call'])
-def test_arguments_that_lie_elsewhere_under_transformations(transform, called_before):
+def test_arguments_with_other_shardings_under_transformations(transform, called_before):
     square, moving = (
         HELPER.sjit(lambda x: x**2, P('data'), on_mismatch=policy) for policy in ('error', 'reshard')
     )
@@ -226,7 +226,7 @@ def test_arguments_that_lie_elsewhere_under_transformations(transform, called_be
         EAGER[transform](square, x)
 
 
-def test_an_error_of_the_user_under_a_transformation_stays_what_it_is():
+def test_a_users_error_under_a_transformation_is_unchanged():
     @HELPER.sjit(in_shardings=P('data'))
     def failing(x):
         raise ValueError('mine')
@@ -295,7 +295,7 @@ def test_an_abstract_mesh_lowers_and_does_not_run(snapshot):
         compiled.lower(struct)
 
 
-def test_a_part_of_the_devices():
+def test_a_mesh_of_some_of_the_devices():
     helper = MeshShardingHelper([2], ['data'], devices=jax.devices()[3:5])
     out = helper.sjit(lambda x: x + 1, P('data'))(X)
     assert out.sharding.device_set == set(jax.devices()[3:5])
@@ -322,7 +322,7 @@ WITH_A_MESH = {
 @pytest.mark.parametrize('under', [None, 'another mesh'])
 @pytest.mark.parametrize('types', [AUTO, EXPLICIT], ids=['auto', 'explicit'])
 @pytest.mark.parametrize('name', WITH_A_MESH)
-def test_what_asks_for_the_mesh_in_force_finds_the_helpers(name, types, under):
+def test_the_active_mesh_is_the_helpers(name, types, under):
     helper = MeshShardingHelper([4, 2], ['a', 'b'], axis_types=types)
     of_one_kind = {'a constraint by a spec': AUTO, 'reshard': EXPLICIT}
     if of_one_kind.get(name, types) is not types:
@@ -345,7 +345,7 @@ def test_debug_nans_finds_the_line(placed):
         log(HELPER.shard(x, P('data')) if placed else x)
 
 
-def test_shard_map_over_a_mesh_of_ones_own_inside():
+def test_shard_map_over_another_mesh_inside():
     inner_mesh = Mesh(HELPER.mesh.devices.reshape(8), ('all',))
     by_jax = jax.shard_map(lambda y: y * 2, mesh=inner_mesh, in_specs=P('all'), out_specs=P('all'))
     by_helper = MeshShardingHelper.from_mesh(inner_mesh).shard_map(lambda y: y * 2, P('all'), P('all'))
@@ -368,7 +368,7 @@ def test_shard_map_over_a_mesh_of_ones_own_inside():
     [{'in_shardings': P('data')}, {'out_shardings': P('data')}, {'args_sharding_constraint': P('data')}],
     ids=str,
 )
-def test_what_runs_already_runs_inline_inside_shard_map(options, in_specs):
+def test_cached_functions_run_inline_inside_shard_map(options, in_specs):
     compiled = HELPER.sjit(lambda x: x * 2, **options)
     compiled(X)
     mapped = jax.shard_map(compiled, mesh=HELPER.mesh, in_specs=in_specs, out_specs=in_specs)
@@ -376,7 +376,7 @@ def test_what_runs_already_runs_inline_inside_shard_map(options, in_specs):
         np.testing.assert_array_equal(call(X), X * 2)
 
 
-def test_a_foreign_mesh_of_another_size(helper):
+def test_a_call_under_a_mesh_of_another_size(helper):
     compiled = helper.sjit(lambda x: x * 2, P('data'))
     other = jax.make_mesh((2,), ('a',), devices=jax.devices()[:2], axis_types=(AUTO,))
     message = re.escape(

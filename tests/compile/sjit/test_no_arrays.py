@@ -122,7 +122,7 @@ hijax.register_hitype(Scaled, lambda scaled: ScaledType(tuple(scaled.value.shape
 
 @pytest.mark.parametrize('helper', HELPERS)
 @pytest.mark.parametrize('rules', [None, (None, P('x'))])
-def test_types_of_the_users_own(helper, rules):
+def test_user_defined_types(helper, rules):
     scaled = Scaled(jax.numpy.ones(3), jax.numpy.ones(()))
     through = helper.sjit(lambda scaled, x: (scaled, 2 * x), rules)
     for _ in range(2):

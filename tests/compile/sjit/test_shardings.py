@@ -89,7 +89,7 @@ def test_one_rule_for_all_arguments_sees_paths_inside_each():
     assert (first['w'].sharding.spec, second['b'].sharding.spec) == (P('data'), P('model'))
 
 
-def test_none_inside_a_tuple_leaves_it_to_the_compiler():
+def test_none_inside_a_tuple_is_left_to_the_compiler():
     """A bug of 0.2.5: it raised a TypeError."""
     placed = HELPER.shard(X, P(None, 'model'))
     compiled = HELPER.sjit(identity, (None, P('data')), (None, P('data')))
@@ -267,7 +267,7 @@ def test_a_committed_argument_with_another_sharding_is_an_error():
         (P(), None),
     ],
 )
-def test_the_error_about_a_batch_of_prefetch_names_its_option(asked, subset):
+def test_errors_about_batches_of_prefetch_name_its_option(asked, subset):
     step = HELPER.sjit(lambda batch: batch['x'], in_shardings=asked)
     with HELPER.prefetch([{'x': X, 'y': X}]) as batches, pytest.raises(PlacementError) as error:
         step(next(batches))
@@ -284,7 +284,7 @@ def test_the_error_about_a_batch_of_prefetch_names_its_option(asked, subset):
     assert str(error.value).endswith('leave arguments where they are.')
 
 
-def test_the_error_about_an_output_says_that_the_compiler_chose_its_sharding():
+def test_errors_about_outputs_mention_the_compiler():
     rules = {'state': P('data'), 'x': None}
 
     def step(state, x):
@@ -326,7 +326,7 @@ def test_mismatched_arguments_are_moved_on_request():
 
 @pytest.mark.parametrize('on_mismatch', ['error', 'reshard'])
 @pytest.mark.parametrize('called_before', [False, True])
-def test_an_argument_of_other_devices_that_no_rule_speaks_about(called_before, on_mismatch):
+def test_an_argument_on_other_devices_without_a_rule(called_before, on_mismatch):
     add = HELPER.sjit(lambda x, y: x + y['b'], in_shardings={'x': P('data')}, on_mismatch=on_mismatch)
     if called_before:
         add(X, {'b': X})
@@ -338,7 +338,7 @@ def test_an_argument_of_other_devices_that_no_rule_speaks_about(called_before, o
             add(X, {'b': y})
 
 
-def test_an_equivalent_sharding_of_another_mesh_object_is_no_mismatch():
+def test_equivalent_shardings_of_two_meshes_match():
     other = MeshShardingHelper([8], ['all'])
     placed = other.shard(X, P('all'))
     out = HELPER.sjit(lambda x: x + 1, P(('data', 'model')))(placed)
@@ -359,7 +359,7 @@ def test_errors_of_the_function_itself_pass_through_once():
         assert len(ran) == count
 
 
-def test_run_time_errors_are_not_run_twice():
+def test_calls_with_runtime_errors_are_not_repeated():
     ran = []
 
     def host(x):
@@ -414,14 +414,14 @@ def test_empty_trees_and_zero_sizes():
     assert compiled(None, X)[0] is None
 
 
-def test_large_init_is_never_whole_on_a_device():
+def test_large_init_is_never_replicated():
     init = HELPER.sjit(lambda: {'w': jnp.zeros((512, 512))}, out_shardings=P('data', 'model'))
     memory = init.lower().compile().memory_analysis()
     assert memory.output_size_in_bytes == 512 * 512 * 4 // 8
     assert memory.temp_size_in_bytes < 512 * 512 * 4 // 4
 
 
-def test_an_optimizer_state_that_nothing_shards_is_said_to_be_on_one_device(snapshot):
+def test_an_unsharded_optimizer_state_warns(snapshot):
     init = optax.adam(1e-3).init
     params = HELPER.shard({'b': X[0], 'w': X}, FSDP)
     compiled = HELPER.sjit(init)
@@ -472,7 +472,7 @@ def test_a_failing_run_is_not_taken_for_a_deleted_argument(called_before):
         assert not isinstance(error.value, ArgumentError)
 
 
-def test_errors_about_arguments_come_alone():
+def test_errors_about_arguments_replace_jax_errors():
     """JAX's error about the same arguments is not printed before scalax's error."""
     step = HELPER.sjit(lambda x: x * 2, P('data'), donate_argnums=0)
     placed = HELPER.shard(np.ones((8, 8), np.float32), P('data'))
@@ -486,7 +486,7 @@ def test_errors_about_arguments_come_alone():
         assert 'has been deleted' not in ''.join(traceback.format_exception(error.value))
 
 
-def test_memory_layouts_are_for_a_jit_around_it():
+def test_memory_layouts_need_an_enclosing_jit():
     sharding = NamedSharding(HELPER.mesh, P('data'))
     rows_last = Format(Layout(major_to_minor=(0, 1)), sharding)
     with pytest.raises(StructureError, match='of type Format'):
@@ -523,7 +523,7 @@ class Strict:
         return cls(*children)
 
 
-def test_nodes_that_refuse_anything_but_arrays():
+def test_nodes_that_accept_only_arrays():
     node = Strict(X)
     for options in (
         {},
@@ -545,7 +545,7 @@ def test_nodes_that_refuse_anything_but_arrays():
     np.testing.assert_array_equal(HELPER.gather(placed).w, X)
 
 
-def test_questions_move_nothing(monkeypatch):
+def test_methods_do_not_move_arguments(monkeypatch):
     compiled = HELPER.sjit(
         lambda x, y: x + y, (P('data'), P('data')), donate_argnums=0, on_mismatch='reshard'
     )

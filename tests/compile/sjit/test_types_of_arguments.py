@@ -114,7 +114,7 @@ def test_types_take_the_shardings_of_arrays(name, rules, by_name):
 @pytest.mark.medium
 @pytest.mark.parametrize('other', HELPERS)
 @pytest.mark.parametrize('name', HELPERS)
-def test_types_of_placed_arrays_need_no_mesh_in_force(name, other):
+def test_types_of_placed_arrays_need_no_active_mesh(name, other):
     kind = jax.typeof(HELPERS[other].shard(X, P('fsdp')))
     by_type = HELPERS[name].sjit(scaled).lower(kind, 2.0)
     expected = 'float32[8@fsdp,4]' if name == other == 'explicit' else 'float32[8,4]'
@@ -210,7 +210,7 @@ def step(w, x):
 
 
 @pytest.mark.medium
-def test_everything_else_that_takes_structs():
+def test_other_methods_accept_structs():
     rule = FSDPShardingRule(min_fsdp_size=1)
     w, x = jax.typeof(jnp.ones((8, 16))), jax.typeof(jnp.ones((16, 8)))
     function = AUTO.sjit(step, in_shardings=(rule, P('fsdp')))
@@ -247,7 +247,7 @@ def test_everything_else_that_takes_structs():
         ),
     ],
 )
-def test_what_needs_values_refuses_types(call, error, line):
+def test_calls_reject_types(call, error, line):
     with pytest.raises(error) as raised:
         call()
     assert line in str(raised.value)

@@ -96,7 +96,7 @@ def test_values_are_those_of_one_device(name, is_partitioned):
 @pytest.mark.medium
 @pytest.mark.parametrize('size', [6, 9, 11, 13])
 @pytest.mark.parametrize('sizes', [(4, 2), (2, 4)])
-def test_counts_of_any_number(size, sizes):
+def test_bincounts_of_any_length(size, sizes):
     helper, groups = MeshShardingHelper([*sizes], ['x', 'y']), PLACES[0]
     actual = helper.sjit(lambda groups: jnp.bincount(groups[:size], length=16), in_shardings=(P('x'),))(
         groups
@@ -117,7 +117,7 @@ def test_a_constraint_that_splits_unevenly():
     assert_close(helper.sjit(summed, in_shardings=(P(), P()))(rows, places), expected)
 
 
-def test_a_step_of_rules_takes_the_right_gradient():
+def test_a_step_with_rules_has_the_right_gradient():
     helper = MeshShardingHelper([2, 2, 2], ['fsdp', 'sp', 'tp'])
     rule = FSDPShardingRule('fsdp', min_fsdp_size=1)
 
@@ -149,7 +149,7 @@ FIFTEEN = {
 
 
 @pytest.mark.parametrize('name', FIFTEEN)
-def test_what_has_several_sizes_may_be_split_unevenly(name):
+def test_resized_dimensions_may_be_sharded_unevenly(name):
     """All values but the arguments, and values that only have their dimensions."""
 
     def program(rows, more, places):
@@ -168,11 +168,11 @@ def test_what_has_several_sizes_may_be_split_unevenly(name):
         (lambda rows, places: ZEROS[:, :5].at[places].add(rows[..., :5]), (2, 2, 2)),  # of whole rows
     ],
 )  # fmt: skip
-def test_what_is_split_evenly_stays_as_it_is(program, sizes):
+def test_evenly_sharded_scatters_are_unchanged(program, sizes):
     assert not needs_workaround(program, ROWS, PLACES, sizes=sizes)
 
 
-def test_a_batch_that_devices_do_not_divide_stays_as_it_is():
+def test_an_indivisible_batch_keeps_its_sharding():
     mesh = MeshShardingHelper([4, 2], ['fsdp', 'tp']).mesh
 
     def step(table, tokens):
