@@ -47,7 +47,7 @@ def test_a_step_that_is_not_partitioned_shows_nothing():
         loss=lambda params, batch, key: jnp.mean(batch @ params),
         example=None,
     )
-    with jax.disable_jit(), pytest.raises(ValueError, match=r'would show nothing: jax\.disable_jit is in'):
+    with jax.disable_jit(), pytest.raises(ValueError, match=r'would show nothing: jax\.disable_jit is active'):
         values.difference(product)
 
 

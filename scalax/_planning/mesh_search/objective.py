@@ -42,7 +42,7 @@ def objective_seconds(seconds: StepTime) -> float:
     """Returns the average of the overlapped and the serial time.
 
     Example:
-        >>> mean(StepTime(overlapped=2.0, serial=4.0))
+        >>> objective_seconds(StepTime(overlapped=2.0, serial=4.0))
         3.0
     """
     return sum(seconds) / 2
@@ -66,7 +66,7 @@ def slowdown_text(seconds: float, best: float) -> str:
     """Describes how much longer a plan takes than the best one.
 
     Example:
-        >>> slower(1.5, 1.0), slower(1.001, 1.0), slower(math.inf, 1.0)
+        >>> slowdown_text(1.5, 1.0), slowdown_text(1.001, 1.0), slowdown_text(math.inf, 1.0)
         ('50.0% slower', 'nearly equal', 'seconds unknown')
     """
     if seconds == math.inf:
