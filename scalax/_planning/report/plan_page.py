@@ -29,8 +29,8 @@ from scalax._planning.cost.collectives import Collective
 from scalax._planning.hardware.specs import network_text
 from scalax._planning.program.exactness import Exactness
 from scalax._planning.program.provenance import Source
-from scalax._planning.report.batch_section import mixing_lines, partitioned_line
 from scalax._planning.report.breakdown import NO_SCOPE, CostEntry, costs_by_phase, costs_by_scope
+from scalax._planning.report.partitioning_section import mixing_lines, partitioned_line
 from scalax._planning.report.pipeline_section import bubble_figure, pipeline_blocks, pipelines_lead
 from scalax._planning.report.plan_data import PlanData
 from scalax._planning.report.timeline import Timeline

@@ -127,7 +127,7 @@ def test_what_mixes_examples_is_listed_with_its_line(fun, options, snapshot):
     text = re.sub(
         r'\d+ (collective|more operation)s?', r'some \1s', '\n'.join(text_of_batch(planned(fun, **options)))
     )
-    snapshot(re.sub(r'(test_batch\.py):\d+', r'\1', text))
+    snapshot(re.sub(r'(test_partitioning_section\.py):\d+', r'\1', text))
 
 
 def test_a_batch_that_is_constrained_inside():
@@ -205,7 +205,7 @@ def test_an_operation_that_is_not_handled_is_named_with_its_line():
     line = writing.__code__.co_firstlineno + 1
     [told] = text_of_batch(plan)
     assert told == f'not partitioned along its batch: {plan.propagation.reason}'
-    assert told.endswith(f'(test_batch.py:{line} writing)')
+    assert told.endswith(f'(test_partitioning_section.py:{line} writing)')
 
 
 @pytest.mark.medium
