@@ -59,8 +59,8 @@ def test_ticks_and_bytes():
         assert loop.io_bytes == 2 * loop.send_bytes
         assert loop.line.startswith('test_pipelines.py:')
     assert forward.weights == LAYERS * WIDTH * ROW_BYTES
-    assert forward.kept >= LAYERS * ROWS * ROW_BYTES  # the result of each layer
-    assert backward.kept == 0
+    assert forward.saved_activation_bytes >= LAYERS * ROWS * ROW_BYTES  # the result of each layer
+    assert backward.saved_activation_bytes == 0
 
 
 def test_what_is_sent_along_the_axis_has_the_line_of_the_loop():
