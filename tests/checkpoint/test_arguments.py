@@ -1,4 +1,4 @@
-"""Checkpoints: arguments that make no sense are errors, before anything is written or read."""
+"""Checkpoints: invalid arguments are errors before anything is written or read."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,11 +187,11 @@ def test_invalid_files_of_safetensors(files: Any) -> None:
     )
 
 
-# --- Leaves of other dtypes than JAX's -----------------------------------------------------------
+# --- Leaves with dtypes that JAX changes ----------------------------------------------------------
 
 
 def test_64_bit_arrays_are_saved_in_the_dtype_of_jax(tmp_path: Path) -> None:
-    """What comes back is what was saved, and no cast has to be asked for."""
+    """They are restored as saved, without cast=True."""
 
     def init() -> Any:
         return {

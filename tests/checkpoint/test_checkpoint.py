@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved is what is restored, whatever the mesh, or an error says why not."""
+"""Checkpoints: a state is restored as saved onto any mesh, or an error says why not."""
 
 import functools
 import os
@@ -59,7 +59,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
         np.testing.assert_array_equal(leaf, other)
 
 
-# --- What comes back -----------------------------------------------------------------------------
+# --- Restores ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_every_leaf_on_other_meshes(tmp_path: Path, shape: tuple[int, ...]) -> N
 
 @pytest.mark.medium
 def test_forms_of_like(tmp_path: Path, helper: MeshShardingHelper) -> None:
-    """A function, one with its arguments bound, arrays, structs: all give the same."""
+    """A function, a partial function, arrays and structs give the same result."""
     optimizer = optax.adamw(1e-3)
 
     def init(size: int) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def test_large_python_numbers(tmp_path: Path, helper: MeshShardingHelper) -> Non
     state = {'seed': 2**64 - 1, 'tokens': 2**40, 'step': 7, 'best': float('inf')}
     checkpointer = save(tmp_path, state)
     assert checkpointer.restore(helper, P(), state) == state
-    # A function makes arrays of Python numbers.
+    # If `like` is a function, Python numbers become arrays.
     small = checkpointer.restore(helper, P(), lambda: {'step': 0, 'best': 0.0}, only='step|best')
     assert {name: (x.dtype, float(x)) for name, x in small.items()} == {
         'step': (jnp.int32, 7),
@@ -197,10 +197,10 @@ def test_other_memory_and_explicit_axes(tmp_path: Path, helper: MeshShardingHelp
 def test_partial_restore(tmp_path: Path, helper: MeshShardingHelper) -> None:
     state = small(helper)
     checkpointer = save(tmp_path, state)
-    # A subtree, and nothing else of what was saved.
+    # Only a subtree of the saved state.
     restored = checkpointer.restore(helper, RULE, {'params': state['params']}, only='^params/')
     assert_equal(restored, {'params': state['params']})
-    # Leaves of `like` that are not asked for stay as they are.
+    # The other leaves of `like` stay unchanged.
     like = {
         'params': jax.tree.map(jnp.zeros_like, state['params']),
         'count': jnp.int32(-1),
@@ -326,7 +326,7 @@ def test_unfinished_step_is_ignored_and_replaced(tmp_path: Path, helper: MeshSha
 
 
 class Numbers:
-    """A data iterator as Grain has them."""
+    """A data iterator with the methods of Grain."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -391,7 +391,7 @@ def test_threads_take_turns(tmp_path: Path, helper: MeshShardingHelper) -> None:
 
 
 def test_save_before_existing_steps_is_an_error(tmp_path: Path, helper: MeshShardingHelper) -> None:
-    """Nor does it take the directory from a run that goes on there."""
+    """Nor does it take over the directory of a run that continues there."""
     with Checkpointer(tmp_path) as first, Checkpointer(tmp_path) as second:
         assert first.save(5, small(helper))
         first.wait()
@@ -407,7 +407,7 @@ def test_save_before_existing_steps_is_an_error(tmp_path: Path, helper: MeshShar
 
 @pytest.mark.medium
 def test_lists_of_modules(tmp_path: Path, helper: MeshShardingHelper) -> None:
-    """Nodes that have indices beside names: Orbax cannot restore them as they are."""
+    """Nodes whose children have indices and names, which Orbax cannot restore as a tree."""
     from flax import nnx
 
     class Model(nnx.Module):
@@ -434,7 +434,7 @@ def test_lists_of_modules(tmp_path: Path, helper: MeshShardingHelper) -> None:
     assert graph is not None
 
 
-# --- What cannot be saved ------------------------------------------------------------------------
+# --- Unsavable states ----------------------------------------------------------------------------
 
 
 def test_unsavable_leaves_are_listed(tmp_path: Path, helper: MeshShardingHelper, snapshot: Snapshot) -> None:
@@ -473,7 +473,7 @@ def test_without_orbax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_orbax_that_fails_to_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is installed: to install it is no help."""
+    """Orbax is installed, so the error does not advise to install it."""
     monkeypatch.delitem(sys.modules, 'orbax.checkpoint')
     (tmp_path / 'orbax' / 'checkpoint').mkdir(parents=True)
     (tmp_path / 'orbax' / 'checkpoint' / '__init__.py').write_text('from jax import gone_in_this_version')
@@ -489,7 +489,7 @@ def test_a_mesh_without_devices(tmp_path: Path) -> None:
         Checkpointer(tmp_path).restore(abstract, P(), {})
 
 
-# --- Orbax by hand -------------------------------------------------------------------------------
+# --- Orbax alone ---------------------------------------------------------------------------------
 
 
 @pytest.mark.medium
@@ -526,7 +526,7 @@ def test_relative_directory(
 
 
 def test_differences_are_reported_once_and_in_full() -> None:
-    """Paths may hold a colon, and layers may be many."""
+    """Paths may contain a colon, and there may be many layers."""
     saved = {
         'a: b': jax.ShapeDtypeStruct((3,), 'float32'),
         **{f'layers/{i}/w': jax.ShapeDtypeStruct((2,), 'float32') for i in range(80)},

@@ -1,4 +1,4 @@
-"""What goes wrong on disks: an error, or the step before; never a wrong restore."""
+"""Faults of disks: they cause an error, or a restore of the previous step; never a wrong restore."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def helper() -> MeshShardingHelper:
 
 
 def state(step: int) -> dict[str, Any]:
-    """Other values at each step, of a kind that does not compress."""
+    """Makes different values at each step, which do not compress."""
     rng = np.random.default_rng(step)
     return {
         'w': rng.integers(0, 2**32, (64, 64), np.uint32),
@@ -65,7 +65,7 @@ def message(function: Any, *args: Any, **kwargs: Any) -> str:
 
 @pytest.mark.medium
 def test_no_truncated_or_missing_file_is_restored(three: Path, helper: MeshShardingHelper) -> None:
-    """Each file in turn; sizes are compared in every restore, and in `latest_step`."""
+    """Tries each file in turn. Every restore and `latest_step` compare sizes."""
     listed = [path for path in files(three / '3') if path.name != 'commit_success.txt']
     assert len(listed) > 8
     for path in listed:
@@ -105,7 +105,7 @@ def test_verify_detects_every_flipped_byte(three: Path, helper: MeshShardingHelp
 
 
 def test_flipped_byte_without_verify(three: Path, helper: MeshShardingHelper) -> None:
-    """Why there is `verify`: Orbax restores the wrong numbers, without a word."""
+    """The reason for `verify`: Orbax restores wrong values without an error."""
     path = max(files(three / '3'), key=lambda path: path.stat().st_size)
     damaged = bytearray(path.read_bytes())
     damaged[len(damaged) // 2] ^= 1
@@ -203,7 +203,7 @@ def large(step):
     return helper.shard(state(step) | {{'large': bits}}, P('fsdp'))
 """
 
-# Files end at 1 MiB, as they do on a disk that is full.
+# Files cannot grow beyond 1 MiB, as on a full disk.
 FULL = """
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 checkpointer = Checkpointer({folder!r})
@@ -270,7 +270,7 @@ def test_process_killed_while_saving(child: Any, tmp_path: Path, helper: MeshSha
 def test_ctrl_c_while_waiting_for_a_save(
     tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The save goes on, and its step counts as one of those that are kept."""
+    """The save continues, and its step is one of the kept steps."""
     waited_for, released = threading.Event(), threading.Event()
     write_own = _save.SaveThread._write_local
 
@@ -304,7 +304,7 @@ def test_ctrl_c_while_waiting_for_a_save(
 def test_error_of_the_loop_is_not_hidden_by_a_save_error(tmp_path: Path, helper: MeshShardingHelper) -> None:
     with pytest.raises(ZeroDivisionError) as caught, Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, helper.shard(state(1), P('fsdp')))
-        # In the way of the rename that would make the step complete.
+        # It blocks the rename that would commit the step.
         (tmp_path / '1').mkdir()
         (tmp_path / '1' / 'file').touch()
         raise ZeroDivisionError

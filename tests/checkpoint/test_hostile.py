@@ -1,4 +1,4 @@
-"""Files of a checkpoint that somebody has written: an error that names the file, or the step before."""
+"""Hostile files in a checkpoint: an error that names the file, or a restore of the previous step."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def two(saved: Path, tmp_path: Path) -> Path:
 
 
 def write(folder: Path, name: str, text: str) -> None:
-    """Replaces a file of step 2; the list of files is made to fit, as somebody would do."""
+    """Replaces a file of step 2, and adapts the manifest, as an attacker would do."""
     root = folder / '2' / 'state'
     (root / name).write_bytes(text.encode(errors='surrogatepass'))
     listed = root / 'scalax' / 'files.json'
@@ -101,7 +101,7 @@ def test_empty_folder_is_not_a_step(two: Path) -> None:
 
 @pytest.mark.parametrize('text', ['', DEEP, '{}', 'null'], ids=lambda text: text[:9])
 def test_unreadable_steps_are_not_deleted(two: Path, text: str) -> None:
-    """Another Orbax may read it: the user decides."""
+    """Another version of Orbax may be able to read it, so the user decides."""
     write(two, '_METADATA', text)
     where = re.escape(f'the checkpoint of step 2 in {two} cannot be read: ')
     for call in (
@@ -121,7 +121,7 @@ def test_hostile_data_states(two: Path, text: str) -> None:
 
 
 def test_pipes_and_endless_files(two: Path) -> None:
-    """Neither is opened: the one would be waited for, the other read for ever."""
+    """Neither is opened: reading a pipe would block, and reading an endless file would not end."""
     root = two / '2' / 'state'
     for name, make in (('pipe', os.mkfifo), ('zero', lambda path: os.symlink('/dev/zero', path))):
         make(root / name)

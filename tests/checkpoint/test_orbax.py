@@ -1,6 +1,6 @@
-"""What Orbax alone loses.
+"""Failures of Orbax that scalax prevents.
 
-Where a test fails, Orbax does itself what a file of scalax is there for, and that file may go.
+If a test fails, Orbax has fixed the failure, and the file of scalax that prevents it can be removed.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ def saved(path: Path, tree: Any = None) -> Path:
 
 
 def largest_file(root: Path) -> Path:
-    """The largest of those that hold arrays."""
+    """Returns the largest file of array data."""
     return max(root.rglob('d/*'), key=lambda path: path.stat().st_size)
 
 
@@ -53,7 +53,7 @@ def test_orbax_commits_half_written_steps_of_another_writer(tmp_path: Path) -> N
     manager = ocp.CheckpointManager(tmp_path, options=options)
     assert manager.save(1, args=ocp.args.StandardSave(state()))
     assert written.wait(60)
-    # How the other begins: it deletes the folder, and makes one of that name.
+    # The start of the other save: it deletes the folder, and makes a new one with the same name.
     another = ocp.path.atomicity.AtomicRenameTemporaryPath.from_final(epath.Path(tmp_path / '1'))
     asyncio.run(another.create())
     released.set()
@@ -85,7 +85,7 @@ def test_orbax_restores_changed_bytes(tmp_path: Path) -> None:
 
 
 def test_orbax_does_not_sync_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TensorStore syncs the files of the arrays; their names, and the JSON beside them, may be lost."""
+    """TensorStore syncs the files of arrays, but their names and the JSON files may be lost."""
     synced: list[int] = []
     monkeypatch.setattr(os, 'fsync', synced.append)
     saved(tmp_path / 'tree')

@@ -1,4 +1,4 @@
-"""Checkpoints across real processes, of which some fail; what each does is in the modules of checks."""
+"""Checkpoints with several real processes, some of which fail; they run the modules of checks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ SAVED = 'check_saving_and_restoring'  # what one process restores, in the end
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What one process has saved, and where the others save."""
+    """Makes the save of one process, and the directories of the others."""
     folder = tmp_path_factory.mktemp('checkpoints')
     helper = MeshShardingHelper([4, 2], ['x', 'y'])
     with Checkpointer(folder / 'one') as checkpointer:

@@ -1,4 +1,4 @@
-"""safetensors files: every tensor lands in its shards bit by bit."""
+"""Loading of safetensors files: every shard is bit-identical."""
 
 import json
 import os
@@ -211,7 +211,7 @@ def test_errors_about_files(tmp_path: Path, helper: MeshShardingHelper) -> None:
 
 
 def test_invalid_files(tmp_path: Path, helper: MeshShardingHelper) -> None:
-    """Nothing waits for a pipe, or reads a file that has no end."""
+    """Pipes and endless files are not read."""
     os.mkfifo(tmp_path / 'pipe')
     (tmp_path / 'zero').symlink_to('/dev/zero')
     (tmp_path / 'loop').symlink_to(tmp_path / 'loop')
@@ -230,7 +230,7 @@ def test_invalid_files(tmp_path: Path, helper: MeshShardingHelper) -> None:
 
 
 def test_file_replaced_while_loading(tmp_path: Path, helper: MeshShardingHelper) -> None:
-    """The data is that of the file whose header was read."""
+    """The data are from the file whose header was read."""
     x = bits((8, 4), 'int8')
     file = write(tmp_path / 'x.safetensors', {'x': x})
     other = write(tmp_path / 'other', {'x': x[::-1].copy()})
@@ -243,7 +243,7 @@ def test_file_replaced_while_loading(tmp_path: Path, helper: MeshShardingHelper)
 
 
 def test_file_truncated_while_loading(tmp_path: Path, helper: MeshShardingHelper) -> None:
-    """An error: reading its memory would end the process."""
+    """It is an error, because reading its memory would kill the process."""
     file = write(tmp_path / 'x.safetensors', {'x': bits((1 << 16,), 'int8')})
 
     def mapping(name: str) -> str:

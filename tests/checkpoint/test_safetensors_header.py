@@ -1,5 +1,4 @@
-"""Headers of safetensors files: whatever the library of that name rejects is rejected here, by an error that
-names the file and the entry."""
+"""Headers of safetensors files: all headers that the library rejects are errors naming file and entry."""
 
 import json
 import os
@@ -34,7 +33,7 @@ def entry(**changes: Any) -> str:
 
 
 def x(**changes: Any) -> str:
-    """A header with one entry, of 16 bytes."""
+    """Makes a header with one entry of 16 bytes."""
     return f'{{"x":{entry(**changes)}}}'
 
 
@@ -45,7 +44,7 @@ PAIRS = 'which are not two non-negative integers'
 ONES = '[1, 1, 1, 1, 1, 1, 1, 1, ...]'
 HUGE = '9' * 5000
 
-# The header, or the bytes of it, and the lines that say what is wrong. The data has 16 bytes.
+# (header as text or bytes, lines of the error). The data have 16 bytes.
 CASES: dict[str, tuple[str | bytes, str]] = {
     # JSON
     'empty': ('', 'its header is not valid: Expecting value: line 1 column 1 (char 0)'),
@@ -237,7 +236,7 @@ def helper() -> MeshShardingHelper:
 
 
 def error_of(helper: MeshShardingHelper, file: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The error of a file, which is raised before anything is allocated for its tensors."""
+    """Returns the error of a file, which has to be raised before memory is allocated for its tensors."""
     with monkeypatch.context() as patched, pytest.raises(CheckpointError) as caught:
         patched.delattr(np, 'memmap')
         load_safetensors(helper, file, P())
@@ -268,7 +267,7 @@ WHOLE = file_of(x().encode(), bytes(16))
         (WHOLE, 20, f'its header has {len(x())} bytes, but the file ends after 12 of them'),
         (bytes([255] * 8), 8, f'its header would have {2**64 - 1:,} bytes; the limit is 100,000,000'),
         (bytes(7) + b'\x80', 8, f'its header would have {2**63:,} bytes; the limit is 100,000,000'),
-        # A file of a terabyte takes no room on the disk.
+        # A sparse file: its terabyte needs no space on the disk.
         (
             (10**8 + 1).to_bytes(8, 'little'),
             1 << 40,
@@ -310,7 +309,7 @@ def test_messages_are_short(
 
 
 def test_valid_headers(tmp_path: Path, helper: MeshShardingHelper) -> None:
-    """What may look strange, and is allowed."""
+    """Unusual headers that are valid."""
     file = tmp_path / 'model.safetensors'
     nothing = entry(shape=[0, 3], data_offsets=[16, 16])
     header = f'{{"__metadata__":{{"format":"pt","a":"{{[["}},"[{{":{nothing},"é.\\ud83d\\ude00":{X}}}   '
@@ -326,9 +325,9 @@ def test_valid_headers(tmp_path: Path, helper: MeshShardingHelper) -> None:
         assert load_safetensors(helper, file, P()) == {}
 
 
-# --- The library of that name, and random headers --------------------------------------------------
+# --- The safetensors library, and random headers ---------------------------------------------------
 
-# What only scalax rejects: see scalax/checkpoint/_safetensors_header.py.
+# Headers that only scalax rejects: see scalax/checkpoint/_safetensors_header.py.
 STRICTER = [
     *(f"has the dtype '{name}', which cannot be loaded" for name in SMALL_BITS),
     'has the dtype {',
@@ -362,7 +361,7 @@ def by_library(header: bytes, data: bytes) -> tuple[list[tuple[object, ...]], st
 
 
 def compare(header: bytes, data: bytes) -> str:
-    """Whether both parsers agree: 'valid', 'rejected', or 'stricter' where only scalax rejects."""
+    """Compares both parsers: returns 'valid', 'rejected', or 'stricter' if only scalax rejects the header."""
     (by_scalax, rejected), (expected, why) = ours(header, data), by_library(header, data)
     if not rejected:
         assert not why, f'{header!r} is accepted, but the library rejects it: {why}'

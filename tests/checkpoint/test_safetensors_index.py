@@ -1,4 +1,4 @@
-"""Indices of safetensors files: what they may name, and that the cache of the Hugging Face Hub loads."""
+"""Indices of safetensors files: the files that they may list, and the cache of the Hugging Face Hub."""
 
 import json
 import os
@@ -95,7 +95,7 @@ def test_indices_that_are_not_regular_files(tmp_path: Path, helper: MeshSharding
 
 
 def test_tensors_missing_from_their_file(tmp_path: Path, helper: MeshShardingHelper) -> None:
-    """A tensor that is in another file than the one the index names is an error, too."""
+    """A tensor in another file than the index lists is also an error."""
     first, second = write(tmp_path / 'a.safetensors', 'a'), write(tmp_path / 'b.safetensors', 'b')
     index = write_index(tmp_path, a=second.name, b=second.name, c=first.name)
     assert error_of(helper, index) == (
@@ -147,7 +147,7 @@ def test_names_of_unreadable_files(tmp_path: Path, helper: MeshShardingHelper) -
 
 @pytest.mark.parametrize('kind', ['file', 'relative', 'folder', 'chain', 'device'])
 def test_links_out_of_the_folder(tmp_path: Path, helper: MeshShardingHelper, kind: str) -> None:
-    """With the list of the files, the user says that they are wanted."""
+    """A list of the files loads them: the user has chosen them."""
     target = write(tmp_path / 'private' / FILE)
     folder, name = tmp_path / 'model', FILE
     folder.mkdir()
@@ -172,21 +172,21 @@ def test_links_out_of_the_folder(tmp_path: Path, helper: MeshShardingHelper, kin
 
 
 def test_links_inside_the_folder(tmp_path: Path, helper: MeshShardingHelper) -> None:
-    """The folder itself may be reached through links, and may have folders below."""
+    """The folder itself may be a link, and may have subfolders."""
     target = write(tmp_path / 'model' / 'sub' / FILE)
     (target.parents[1] / 'other').symlink_to(Path('sub', FILE))
     for name in (f'sub/{FILE}', 'other', f'./sub//{FILE}'):
         assert_loads(helper, write_index(target.parents[1], x=name))
     (tmp_path / 'link').symlink_to('model')
     assert_loads(helper, tmp_path / 'link')
-    # A folder without an index is that of its files, wherever these links lead: no index has named them.
+    # In a folder without an index, links may lead anywhere: no index lists them.
     (tmp_path / 'files').mkdir()
     (tmp_path / 'files' / FILE).symlink_to(target)
     assert_loads(helper, tmp_path / 'files')
 
 
 def hub_cache(cache: Path, below: str = '') -> Path:
-    """A folder of a model as the Hub's library lays it out: of each file, a link into the blobs."""
+    """Makes the folder of a model as the Hub's library does: each file is a link into the blobs."""
     repo = cache / 'models--scalax--model'
     blobs, folder = repo / 'blobs', repo / 'snapshots' / ('0' * 40) / below
     folder.mkdir(parents=True)

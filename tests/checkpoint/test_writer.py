@@ -1,4 +1,4 @@
-"""One writer at a time: the newest has the directory, whatever the one before it is doing at that moment."""
+"""One writer at a time: the newest writer owns the directory, whatever the previous one is doing."""
 
 import contextlib
 import json
@@ -24,8 +24,8 @@ from scalax.errors import CheckpointError
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
-# Where the folder of a save is deleted while Orbax writes several arrays, the first that fails ends its event
-# loop; those that fail after it say so to nobody.
+# If the folder of a save is deleted while Orbax writes several arrays, the first failure ends its event loop,
+# and nothing handles the later ones.
 pytestmark = pytest.mark.filterwarnings(
     'ignore:Exception ignored in. None:pytest.PytestUnraisableExceptionWarning'
 )
@@ -37,12 +37,12 @@ def helper() -> MeshShardingHelper:
 
 
 def state(run: int, step: int) -> dict[str, Any]:
-    """Leaves that all say which run they are of."""
+    """Makes leaves whose values identify the run and the step."""
     return {name: np.full(64, 1000 * run + step, np.int32) for name in 'abcd'}
 
 
 def run_and_step(helper: MeshShardingHelper, folder: Path, step: int | None = None) -> tuple[int, int]:
-    """Of which run a step is, all of it, and which it is."""
+    """Restores a step, and returns the run that wrote all of its leaves, and the step."""
     restored = Checkpointer(folder).restore(helper, P('fsdp'), state(0, 0), step, verify=True)
     [value] = {int(value) for leaf in jax.tree.leaves(restored) for value in np.asarray(leaf)}
     return divmod(value, 1000)
@@ -59,7 +59,7 @@ def names(folder: Path) -> list[str]:
 
 
 def assert_taken(text: str, folder: Path) -> None:
-    """The message of one who is not the writer any more: all of it."""
+    """Checks the entire message of a previous writer."""
     owner = json.loads((folder / 'writer.json').read_text())
     assert (owner['pid'], owner['host']) == (os.getpid(), socket.gethostname())
     assert re.fullmatch(r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+00:00', owner['since'])
@@ -103,7 +103,7 @@ def test_newest_writer_owns_the_directory(tmp_path: Path, helper: MeshShardingHe
 def test_save_while_another_writer_takes_over(
     tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not committed, and its files are gone."""
+    """The save is not committed, and its files are deleted."""
     old, new = Checkpointer(tmp_path), Checkpointer(tmp_path)
     assert new.latest_step() is None
     begun, released = threading.Event(), threading.Event()
@@ -132,7 +132,7 @@ def test_save_while_another_writer_takes_over(
 
 
 class Endless:
-    """What Orbax writes where another process has never begun: Orbax waits for it."""
+    """A write of Orbax that waits for a process that never starts to write."""
 
     def result(self, timeout: float) -> None:
         time.sleep(timeout)
@@ -176,7 +176,7 @@ def test_orbax_timeout_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_takeover_after_each_check(
     tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch, looks: int
 ) -> None:
-    """The third look of a save is the one before the commit."""
+    """The third check of a save comes before the commit."""
     old, new = Checkpointer(tmp_path, keep=2), Checkpointer(tmp_path, keep=2)
     for step in (1, 2):
         assert old.save(step, state(1, step))
@@ -212,7 +212,7 @@ def test_another_writer_deletes_a_running_save(
     owner: Any,
     where: str,
 ) -> None:
-    """Whatever fails then, the error says who has taken the directory: in `save`, or in `wait`."""
+    """Whatever fails, `save` or `wait` raises an error that names the new writer."""
     old, new = Checkpointer(tmp_path), Checkpointer(tmp_path)
     assert old.save(1, state(1, 1))
     old.wait()
@@ -235,7 +235,7 @@ def test_another_writer_deletes_a_running_save(
 
 
 def test_steps_saved_by_the_old_writer_in_between(tmp_path: Path, helper: MeshShardingHelper) -> None:
-    """The new one saves nothing before them. It takes the directory, and may go on once it has them."""
+    """The new writer does not save before these steps. It takes over, and may continue after a restore."""
     old, new = Checkpointer(tmp_path), Checkpointer(tmp_path)
     assert old.save(1, state(1, 1))
     old.wait()
@@ -251,7 +251,7 @@ def test_steps_saved_by_the_old_writer_in_between(tmp_path: Path, helper: MeshSh
 
 
 def test_existing_steps_are_not_replaced_later(tmp_path: Path) -> None:
-    """Neither its own nor one of another program, which does not know of writers."""
+    """Neither its own steps nor the steps of a program that does not use writers."""
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.latest_step() is None
         assert checkpointer.save(3, state(1, 3))
@@ -268,7 +268,7 @@ def test_undeletable_steps(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The step is saved, and so said."""
+    """The save succeeds."""
     checkpointer = Checkpointer(tmp_path, keep=1)
     assert checkpointer.save(1, state(1, 1))
     checkpointer.wait()
@@ -293,7 +293,8 @@ def test_undeletable_steps(
 def test_step_is_synced_before_it_is_committed(
     tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever the power goes: its files and folders before the rename, and that before older ones go."""
+    """In a power failure no step is lost: files and folders are synced before the rename, and the rename
+    before older steps are deleted."""
     synced: set[int] = set()
     fsync, commit, prune = os.fsync, StepDirectory.commit, StepDirectory.prune
 
@@ -322,7 +323,7 @@ def test_step_is_synced_before_it_is_committed(
 
 
 def test_full_disk_at_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left of a save that could not begin, nor of a writer that could not take the directory."""
+    """A save that fails to begin leaves no files, nor does a writer that fails to take over."""
 
     def full(number: int) -> None:
         raise OSError(28, 'No space left on device')
@@ -339,7 +340,7 @@ def test_full_disk_at_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.medium
 def test_two_runs_do_not_mix_steps(tmp_path: Path, helper: MeshShardingHelper) -> None:
-    """Both save the same steps, with other numbers; one takes the directory from the other."""
+    """Both save the same steps with different values, and one takes over the directory."""
     first = threading.Barrier(2)
     errors: dict[int, str] = {}
 
@@ -369,7 +370,7 @@ def test_two_runs_do_not_mix_steps(tmp_path: Path, helper: MeshShardingHelper) -
 def test_object_stores_without_rename(
     tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in object stores: a step counts once a file in it says so."""
+    """In object stores, a step is complete once it has a commit file."""
     commits_by_file = ocp.path.atomicity.CommitFileTemporaryPath
     monkeypatch.setattr(
         ocp.path.atomicity_defaults,
@@ -400,7 +401,7 @@ def test_object_stores_without_rename(
 
 @pytest.mark.medium
 def test_sixteen_threads_with_a_concurrent_close(tmp_path: Path, helper: MeshShardingHelper) -> None:
-    """They take turns, everyone ends, and no thread stays behind."""
+    """Their calls run one at a time, all of them return, and no thread is left."""
     checkpointer = Checkpointer(tmp_path, keep=4)
     checkpointer.save(0, state(1, 0))
     checkpointer.wait()

@@ -1,4 +1,4 @@
-"""Two jobs of real processes, which JAX has not joined; one sends a state to the other."""
+"""Two jobs of real processes, which JAX has not joined: one sends a state to the other."""
 
 import contextlib
 import errno
@@ -28,7 +28,7 @@ LONG, SHORT = 200, 5  # seconds to wait for what comes, and for what does not
 
 
 def job(port: int, processes: int, devices: int) -> list[dict[str, str]]:
-    """The variables of the processes of a job."""
+    """Returns the environment variables of the processes of a job."""
     common = {'JAX_COORDINATOR_ADDRESS': f'localhost:{port}', 'JAX_NUM_PROCESSES': str(processes)}
     common['JAX_NUM_CPU_DEVICES'] = str(devices)
     return [{**common, 'JAX_PROCESS_ID': str(index)} for index in range(processes)]
@@ -45,7 +45,7 @@ def two_jobs(
     memory: str = MANY,
     faults: tuple[str, str] = ('', ''),
 ) -> Iterator[tuple[Running, Running]]:
-    """(processes, devices of each) of a sender and of a receiver, which has the address of the first."""
+    """Starts a sender and a receiver, each given as (processes, devices per process)."""
     common = [str(timeout), memory]
     with held_port() as port, held_port() as other, contextlib.ExitStack() as stack:
         sending = [*PROGRAM, 'send', str(times), str(waits[0]), *common, faults[0]]
@@ -104,7 +104,7 @@ def rare(faults: Iterable[str]) -> list[Any]:
 
 
 def sent_to_itself(tree: Any, **options: Any) -> Any:
-    """What this process receives of itself."""
+    """Sends a tree to this process, and returns the received tree."""
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
     with Sender('localhost:0') as sender:
         sending = threading.Thread(target=sender.send, args=[helper.shard(tree, PartitionSpec())])
@@ -303,7 +303,7 @@ def test_nothing_listens() -> None:
 
 
 def fault_of(running: Running) -> str:
-    """What the only process of a job says when it gives up."""
+    """Returns the error of the only process of a job."""
     assert running.wait() == (3,), outputs(running)
     lines = [line for line in running.output().splitlines() if line.startswith('TransferError: ')]
     assert len(lines) == 1, outputs(running)

@@ -1,4 +1,4 @@
-"""A stranger at the port of a Sender: whatever it does, it is sent nothing, and the receiver is served."""
+"""Strangers at the port of a Sender: whatever they send, they receive nothing, and receivers are served."""
 
 import contextlib
 import resource
@@ -37,7 +37,7 @@ def connected(sender: Sender) -> socket.socket:
 
 
 def assert_served(sender: Sender, **options: Any) -> None:
-    """That a receiver gets what is sent."""
+    """Checks that a receiver receives the tree."""
     helper = MeshShardingHelper([8], ['fsdp'])
     sending = threading.Thread(target=sender.send, args=[{'w': jax.device_put(np.arange(8))}])
     sending.start()
@@ -47,7 +47,7 @@ def assert_served(sender: Sender, **options: Any) -> None:
 
 
 def rest_of(connection: socket.socket) -> bytes:
-    """All that comes until the other side closes the connection."""
+    """Reads until the other side closes the connection."""
     told = b''
     with contextlib.suppress(ConnectionError):
         while data := connection.recv(4096):
@@ -56,7 +56,7 @@ def rest_of(connection: socket.socket) -> bytes:
 
 
 class Recorder:
-    """A connection that keeps what is sent over it."""
+    """A connection that records the sent bytes."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self.sent = connection, b''
@@ -73,7 +73,7 @@ JOIN = {'asks': 'join', 'job': 'mine', 'seconds': 0, 'receiver': 0, 'receivers':
 
 
 def recorded(sender: Sender) -> bytes:
-    """What a receiver sends that joins."""
+    """Records the bytes that a joining receiver sends."""
     with connected(sender) as connection:
         recorder: Any = Recorder(connection)
         channel = lines.client_handshake(recorder, SECRET.encode(), LONG)
@@ -83,7 +83,7 @@ def recorded(sender: Sender) -> bytes:
 
 
 def reflected(connection: socket.socket) -> bytes:
-    """A proof with the nonce of the sender as that of both sides, signed as the sender would."""
+    """Makes a proof that uses the nonce of the sender for both sides, signed as the sender would."""
     nonce = connection.recv(GREETING)[-33:-1]
     session = Session(OTHER.encode(), bytes.fromhex(nonce.decode()), bytes.fromhex(nonce.decode()))
     return nonce + b' ' + session.signature(SERVER, 0).hex().encode() + b'\n'
@@ -224,7 +224,7 @@ def test_one_job_at_a_time_receives(sender: Sender) -> None:
 
 @pytest.mark.medium
 def test_receiver_that_dies_while_waiting_frees_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it would have waited: one that is started again and again would fill the Sender."""
+    """Otherwise a receiver that is restarted again and again would fill the Sender."""
     monkeypatch.setattr(_sender, '_POLL', 0.05)
     before = threading.active_count()
     with Sender('localhost:0', secret=SECRET) as sender:
@@ -304,7 +304,7 @@ def test_another_secret(ours: str, other_secret: str, monkeypatch: pytest.Monkey
 
 @contextlib.contextmanager
 def in_place_of_the_sender(serve: Callable[[socket.socket], object]) -> Iterator[str]:
-    """The address of somebody who serves one connection and closes it."""
+    """Serves one connection and closes it; yields the address."""
     with socket.create_server(('127.0.0.1', 0)) as server:
 
         def accept() -> None:

@@ -17,7 +17,7 @@ WAIT = 60  # seconds, on a busy machine
 
 
 class Threads:
-    """Stands for `scalax._data.host.process_collectives` among threads, the n-th of which is process 10 n."""
+    """Replaces `scalax._data.host.process_collectives`: the n-th thread simulates process 10 n."""
 
     def __init__(self):
         self.barrier, self.here, self.brought = threading.Barrier(COUNT), threading.local(), {}
@@ -42,7 +42,7 @@ class Threads:
 
 
 def errors(monkeypatch, calls):
-    """The error that each process gets."""
+    """Returns the error of each process."""
     threads = Threads()
     monkeypatch.setattr(agreement, 'process_collectives', threads)
 

@@ -1,4 +1,4 @@
-"""The exit of programs of two processes whose data still move, in real processes."""
+"""Exit of programs of two real processes while data still move between them."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ def port() -> Iterator[int]:
 
 
 def program(port: int, *arguments: str | Path) -> contextlib.AbstractContextManager[Running]:
-    """Two processes of the program, with two devices each."""
+    """Starts two processes of the program, with two devices each."""
     env = {
         'JAX_COORDINATOR_ADDRESS': f'localhost:{port}',
         'JAX_NUM_PROCESSES': '2',
@@ -61,7 +61,7 @@ def test_exit_waits_for_transfers(move: str, options: str, port: int, tmp_path: 
 
 @pytest.mark.medium
 def test_ctrl_c_ends_the_wait(port: int, tmp_path: Path) -> None:
-    """And no handler of JAX waits after that, which nothing interrupts."""
+    """Nor does the exit handler of JAX wait after that, which could not be interrupted."""
     with program(port, tmp_path, 'local_data_to_global_array', 'never', '200') as two:
         deadline = time.monotonic() + 200
         while 'data still move' not in two.output() and time.monotonic() < deadline:
@@ -96,7 +96,7 @@ def test_missing_process_is_named_and_ends_the_wait(port: int, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_killed_process_is_named(port: int, tmp_path: Path) -> None:
-    """JAX ends the process when the heartbeat of the other is missing."""
+    """JAX ends the process when the heartbeat of the other process is missing."""
     with program(port, tmp_path, 'local_data_to_global_array', 'never') as two:
         two.wait_for('data still move')
         two.processes[1].kill()

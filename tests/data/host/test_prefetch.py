@@ -1,4 +1,4 @@
-"""Batches are loaded ahead, in one process: order, ends, errors, and a thread that never stays behind."""
+"""Prefetching in one process: order, end, errors, and the end of the thread."""
 
 import gc
 import itertools
@@ -37,7 +37,7 @@ def batch(number: int) -> dict[str, Any]:
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether something comes true; how long that takes is not measured, only bounded."""
+    """Waits until a condition is true; returns False after a generous timeout."""
     end = time.monotonic() + 300
     while not condition() and time.monotonic() < end:
         time.sleep(0.005)
@@ -67,7 +67,7 @@ def test_batches_come_in_order(count: int, size: int) -> None:
 
 
 class Counted:
-    """An iterator with a state, which it changes in place."""
+    """An iterator with a state that it changes in place."""
 
     def __init__(self, start: int, stop: int) -> None:
         self.state, self.stop = {'next': start}, stop
@@ -359,7 +359,7 @@ def test_ctrl_c_keeps_the_remaining_batches() -> None:
 def test_loader_that_exits_ends_the_data(
     monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], together: bool
 ) -> None:
-    """As any error of a loader does: the other processes are told of it, and go on to no other batch."""
+    """As for any error of a loader, the other processes learn of it, and do not continue."""
 
     def load() -> Iterator[Any]:
         yield batch(0)
@@ -416,7 +416,7 @@ def test_no_batch_follows_an_interrupted_agreement(monkeypatch: pytest.MonkeyPat
 
 
 def seen_by_a_loader(look: Callable[[], Any]) -> Any:
-    """What a loader that looks finds, ahead in its thread."""
+    """Returns the value that a loader reads in its thread."""
     seen: list[Any] = []
 
     def load() -> Iterator[np.ndarray]:
@@ -508,7 +508,7 @@ print('one batch')
 
 @pytest.mark.slow
 def test_queue_of_steps_is_bounded() -> None:
-    # More than simulated devices take at a time, which then wait for one another for ever.
+    # More steps than simulated devices can queue: without a bound they would deadlock.
     code = """
 import numpy as np, jax
 from scalax.sharding import MeshShardingHelper, PartitionSpec as P
@@ -527,7 +527,7 @@ print(np.isfinite(np.asarray(state)).all())
 
 
 def run_program(code: str) -> str:
-    """What a program prints that ends well."""
+    """Runs a program that has to succeed, and returns its output."""
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_NUM_CPU_DEVICES': '8'}
     command = [sys.executable, '-W', 'error', '-c', code]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)

@@ -1,4 +1,4 @@
-"""Host data across real processes; what each of them does is in data_checks.py."""
+"""Transfer of host data with several real processes, which run data_checks.py."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from tests.support.processes import Outcome, asked_for, names_of_checks, run_che
 
 CHECKS = names_of_checks('tests.support.data_checks')
 EVERY_MESH = 'check_every_mesh'
-# Where more than two processes can go wrong in another way than two: in who brings what to whom, decided
-# without JAX. What a release of JAX does with several processes, two of them show.
+# The checks in which four processes can fail differently from two: which process sends examples to which does
+# not depend on JAX. Two processes suffice to test the behavior of a JAX release.
 OF_FOUR = [
     EVERY_MESH,
     'check_every_third_mesh',

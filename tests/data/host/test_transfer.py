@@ -1,4 +1,4 @@
-"""Host data becomes global arrays and comes back, in one process."""
+"""Transfer of host data to global arrays and back, in one process."""
 
 import itertools
 import math
@@ -97,7 +97,7 @@ def test_meshes_of_some_devices(count):
 
 @pytest.mark.parametrize('types', list(itertools.product([AxisType.Auto, AxisType.Explicit], repeat=2)))
 def test_axis_types(types):
-    # One dimension may not mix types, so mixed meshes name their batch axes.
+    # One dimension cannot be sharded over axes of different types, so mixed meshes need a subset.
     subset = None if len(set(types)) == 1 else 'data'
     helper = MeshShardingHelper([4, 2], ['data', 'tp'], axis_types=types)
     array = helper.local_data_to_global_array(np.arange(8), mesh_axis_subset=subset)
@@ -203,7 +203,7 @@ def test_concat_by_process_shards_over_devices_if_they_divide(shape, axis, spec,
 
 
 def test_boxes_by_process():
-    """Devices of a process may hold the same part, or several, and processes the same ones."""
+    """Devices of a process may hold the same box or several, and processes may hold the same boxes."""
     first, last = (slice(0, 4), slice(None)), (slice(4, None), slice(None))
     held = [(0, first), (0, first), (1, last), (1, first)]
     placed = {Mock(process_index=process): index for process, index in held}

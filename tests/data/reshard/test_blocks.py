@@ -1,4 +1,4 @@
-"""Schedules of random blocks, carried out with numpy; no devices."""
+"""Schedules of random blocks, executed with NumPy instead of devices."""
 
 import itertools
 import math
@@ -14,18 +14,18 @@ from scalax._data.reshard.block_schedule import Piece, make_schedule
 
 
 def schedule_for(shape, source, target, **options):
-    """The schedule between blocks that are given as slices."""
+    """Returns the schedule between blocks given as slices."""
     return make_schedule(boxes_of(shape, source), boxes_of(shape, target), **options)
 
 
 def slices_in(box, block):
-    """Where a box is within a block that contains it."""
+    """Returns the slices of a box within a block that contains it."""
     return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(box, block, strict=True))
 
 
 @st.composite
 def layouts(draw, shape, devices):
-    """By device, the block of one cell of a grid; each cell is on one device or several."""
+    """Draws device -> one cell of a grid; one or several devices hold each cell."""
     names = draw(st.permutations(devices))[: draw(st.integers(1, len(devices)))]
     cuts = []
     for size in shape:
@@ -52,7 +52,7 @@ def cases(draw):
 
 
 def carried_out(shape, schedule, array):
-    """The blocks of the target that a schedule makes, with how often each element was written."""
+    """Executes a schedule; returns the target blocks, and how often each element was written."""
     have = {device: array[slices_in(box, [(0, n) for n in shape])] for device, box in schedule.source.items()}
     blocks = {device: np.zeros([b - a for a, b in box], int) for device, box in schedule.target.items()}
     written = {device: np.zeros_like(block) for device, block in blocks.items()}

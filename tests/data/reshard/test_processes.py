@@ -1,4 +1,4 @@
-"""Moving trees between meshes of several real processes; what each does is in reshard_checks.py."""
+"""Resharding between meshes of several real processes, which run reshard_checks.py."""
 
 import pytest
 

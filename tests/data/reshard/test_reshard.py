@@ -1,4 +1,4 @@
-"""Moving trees between meshes on the devices of one process."""
+"""Resharding between meshes of the devices of one process."""
 
 import gc
 import json
@@ -23,7 +23,7 @@ DTYPES = ['float32', 'bfloat16', 'int32', 'int4', 'bool', 'complex64', 'float8_e
 
 
 def helper_of(devices, *sizes):
-    """A mesh with axes a, b, ... of these sizes, over devices by number."""
+    """Makes a mesh with axes a, b, ... of these sizes, over devices given by index."""
     chosen = [jax.devices()[i] for i in devices]
     return MeshShardingHelper(sizes, [*'abc'][: len(sizes)], devices=chosen)
 
@@ -34,7 +34,7 @@ def values(shape, dtype, seed=0):
 
 
 def assert_equal(array, expected):
-    """All blocks, on all devices, bit by bit."""
+    """Compares all shards on all devices bit by bit."""
     assert array.dtype == expected.dtype
     for shard in array.addressable_shards:
         assert np.asarray(shard.data).tobytes() == expected[shard.index].tobytes()
@@ -141,7 +141,7 @@ def test_axis_types_and_a_mesh_that_is_set():
 
 def test_result_shares_memory_only_if_donated():
     helper = helper_of(range(4), 4)
-    # Memory of numpy, which shard may share, is not donated.
+    # The memory of NumPy arrays, which `shard` may share, is not donated.
     source = helper.reshard(helper.shard(values((8, 8), 'float32'), P('a')), P('a'))
     pointers = [shard.data.unsafe_buffer_pointer() for shard in source.addressable_shards]
     moved = helper.reshard(source, P('a'))
@@ -323,7 +323,7 @@ def test_memory_bound(spec, monkeypatch):
     gc.collect()
 
     def alive():
-        # Looking at the shards of others would keep them alive in JAX 0.10.
+        # In JAX 0.10, reading the shards of other arrays would keep them alive.
         alive_bytes = dict.fromkeys(jax.devices(), 0)
         for _, device, size in {
             (array.unsafe_buffer_pointer(), *array.devices(), array.nbytes)

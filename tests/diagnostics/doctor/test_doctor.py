@@ -1,4 +1,4 @@
-"""`scalax._diagnostics.doctor`: what it finds in processes that hang, crash or disagree."""
+"""The doctor: its findings about processes that hang, crash or disagree."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ LONG = 200  # seconds, on a busy machine
 
 @pytest.fixture
 def begin(tmp_path, monkeypatch):
-    """Has the process that opens the devices run something first, in a folder of its own."""
+    """Makes the process that opens the devices run given code first, in a temporary folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv('JAX_NUM_CPU_DEVICES', raising=False)
 
@@ -73,7 +73,7 @@ def test_scalax_is_found_without_an_installation(begin):
 
 @pytest.mark.medium
 def test_process_that_prints_an_endless_line(begin):
-    # Patterns that search the whole of it take hours.
+    # Searching the entire output with the patterns would take hours.
     begin('import os\nprint("x" * (1 << 21), flush=True)\nos._exit(3)')
     [finding] = open_devices({}, LONG).findings
     assert finding.what.startswith('starting Python failed (exit code 3)') and len(finding.what) < 1000
@@ -81,7 +81,7 @@ def test_process_that_prints_an_endless_line(begin):
 
 @pytest.mark.slow
 def test_hanging_process_is_ended_with_its_children(begin, tmp_path):
-    # Its own process ignores what can be ignored, and so does the one that it starts.
+    # The process ignores all signals that it can, and so does its child.
     child = 'import time; open("alive", "w").close(); time.sleep(300)'
     text = (
         'import os, signal, subprocess, sys, time\n'
@@ -159,7 +159,7 @@ def test_memory_of_a_device(memory_stats, expected):
 
 @pytest.fixture
 def pair(monkeypatch):
-    """The variables of a program of two processes."""
+    """Returns the environment variables of a program of two processes."""
     with held_port() as port:
         monkeypatch.setenv('JAX_COORDINATOR_ADDRESS', f'127.0.0.1:{port}')
         monkeypatch.setenv('JAX_NUM_PROCESSES', '2')
@@ -211,7 +211,7 @@ def test_disagreements():
     assert finding.what.endswith('a: not set on process 0; x on process 1')
 
 
-# Lines as users have reported them.
+# Lines from reports of users.
 REPORTED = {
     'ABORTED: The TPU is already in use by process with pid 176028. Not attempting to load libtpu.so': 'lsof',
     'libtpu.so already in use by another process probably owned by another user.': 'lsof',

@@ -1,4 +1,4 @@
-"""What a report says, by the states of processes; messages of others; and names that stacks are read by."""
+"""Reports from states of processes, messages of strangers, and the functions by which phases are found."""
 
 import contextlib
 import importlib
@@ -102,7 +102,7 @@ def test_no_report_without_a_reason() -> None:
     assert said(at(0), at(1, state.LOADING), late=False) == ''
     assert said(at(0), at(1), usual=0.0) == ''  # the first step compiles
     assert said(at(0), at(1, state.ENDING, silent=60.0), late=False) == ''
-    # A program that notes no steps runs well for all that is known: what it does changes.
+    # A program that records no steps may run well: its phase changes.
     assert said(at(0), at(1, state.PYTHON, since=1.0), usual=0.0) == ''
     assert 'is behind' in said(at(0), at(1, state.PYTHON), usual=0.0)
 
@@ -123,7 +123,7 @@ def test_a_message_holds_as_many_states_as_fit() -> None:
 
 @contextlib.contextmanager
 def process_0(secret: bytes = b'', count: int = 4) -> Iterator[tuple[watch.Watchdog, socket.socket]]:
-    """Process 0, and a socket that sends to it."""
+    """Makes the watchdog of process 0, and a socket that is connected to it."""
     zero = watch.Watchdog('localhost:0', 0, count, None, 20, secret)
     with zero._socket:
         address = f'localhost:{zero._socket.getsockname()[1]}'
@@ -133,7 +133,7 @@ def process_0(secret: bytes = b'', count: int = 4) -> Iterator[tuple[watch.Watch
 
 
 def exchanged(zero: watch.Watchdog, other: socket.socket, packet: bytes) -> bytes:
-    """What process 0 answers; empty if it does not."""
+    """Returns the response of process 0; empty if there is none."""
     other.send(packet)
     zero._listen(time.monotonic() + 0.05)
     with contextlib.suppress(BlockingIOError):
@@ -142,7 +142,7 @@ def exchanged(zero: watch.Watchdog, other: socket.socket, packet: bytes) -> byte
 
 
 def test_response_of_process_0_has_only_its_own_state() -> None:
-    """Also before it has heard itself: a state that comes once would look like that of a silent process."""
+    """Even before its first sample: a state that is sent only once would look like a silent process."""
     with process_0(count=4096) as (zero, other):
         zero._received = {i: at(i) for i in range(4096)}
         client, told = datagrams.Client(b''), watch._encode('', [at(3, step=9)])
@@ -175,7 +175,7 @@ def test_no_response_to_strangers(caplog: pytest.LogCaptureFixture) -> None:
         second = client.request(asked)
         assert client.read_response(exchanged(zero, other, second))
         assert exchanged(zero, other, second) == b''  # it counts once
-        # The first question again is worth what it was: less than it costs, and no state.
+        # A replay of the first request gets a response that is not longer than it, and changes no state.
         assert len(exchanged(zero, other, first)) <= len(first) and zero._received[1].step == 7
         for packet in (
             b'GET / HTTP/1.1',
@@ -268,7 +268,7 @@ def test_functions_of_phases_exist() -> None:
 
 
 def test_bound_of_a_step(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Of one process that measures steps of a second, and then has one that ended 25, 35 seconds ago."""
+    """One process has steps of one second, and then a step that ended 25 and 35 seconds ago."""
     clock = [0.0]
     monkeypatch.setattr(state.time, 'monotonic', lambda: clock[0])
     monkeypatch.setattr(state.recorded, 'step', (0, 0.0, 0))

@@ -1,4 +1,4 @@
-"""When processes begin to be watched, and with which secret."""
+"""Start of the watchdog, and its secret."""
 
 import logging
 from typing import Any
@@ -86,7 +86,7 @@ def test_at_the_first_step(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of process 0 and of another one, which have these secrets; processes that differ do not wait."""
+    """Process 0 and another one have these secrets; if the secrets differ, no process waits."""
     sent: list[bytes] = []
 
     def broadcast(_: Any, position: int, data: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Which process is stuck: of real ones that are stopped or hang; and what is said about it."""
+"""Reports about real processes that are stopped or hang."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ HEAD = re.compile(r'\d+ s have passed since step (\d+)( \(a step usually takes [
 
 
 def line_of(text: str, position: int = 0) -> str:
-    """A line of the program, as it is named."""
+    """Returns a line of the program as reports show it."""
     lines = PROGRAM.read_text().splitlines()
     numbers = [number for number, line in enumerate(lines, 1) if text in line]
     return f'{PROGRAM.name}:{numbers[position]}'
@@ -28,7 +28,7 @@ def line_of(text: str, position: int = 0) -> str:
 
 @contextlib.contextmanager
 def training(*arguments: str, slurm: bool = False, secret: str = '') -> Iterator[tuple[Running, str]]:
-    """Two processes of it, and where the first listens."""
+    """Starts two processes of the program; yields them and the address of process 0."""
     with held_port() as port:
         address = f'localhost:{port}'
         env = [
@@ -52,7 +52,7 @@ def training(*arguments: str, slurm: bool = False, secret: str = '') -> Iterator
 
 
 def said(two: Running, index: int) -> str:
-    """The report of a process, once it has logged one; the numbers of seconds are left out."""
+    """Waits for the report of a process, and returns it without its seconds."""
     two.wait_for(re.compile(r'What to do: .*\n'), index)
     text = two.output(index)
     lines = re.search(r'^\d+ s have passed.*?^What to do: [^\n]*$', text, re.MULTILINE | re.DOTALL)
@@ -101,7 +101,7 @@ FAILED = (
 def test_one_that_is_stopped(
     index: int, slurm: bool, secret: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under SLURM the address is that of this host in its network, which needs a secret."""
+    """Under SLURM the address is not a loopback address, so it needs a secret."""
     monkeypatch.delenv('SCALAX_RUN_TOKEN', raising=False)
     with training('nothing', '2', slurm=slurm, secret=secret) as (two, _):
         two.wait_for('did 12\n', index)
@@ -134,7 +134,7 @@ def test_a_slow_step_is_no_alarm(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(['doctor', '--run', address]) == ExitCode.DONE
         head, _, *rows = capsys.readouterr().out.splitlines()
         assert head.split() == [*ProcessState._fields]
-        # What a busy process was last seen doing may take several lines.
+        # The last phase of a busy process may need several lines.
         assert [row.split()[:3] for row in rows if row[:1].isdigit()] == [
             [str(index), os.uname().nodename, str(process.pid)] for index, process in enumerate(two.processes)
         ]
