@@ -25,7 +25,7 @@ class Decision:
     Attributes:
         spec: the spec; None leaves the leaf to the compiler.
         origin: the rule, as messages and reports show it.
-        reason: why, in a few words.
+        reason: the reason, in a few words.
         policies: the policies, for dimensions that do not divide, of the rules that sharded a dimension; None
             stands for the helper's policy. The strictest one applies.
         memory_kind: the requested memory, such as ``'pinned_host'``; None for the default memory.
@@ -136,12 +136,12 @@ def short_repr(value: Any) -> str:
     return text if len(text) <= 60 else f'{text[:57]}...'
 
 
-def not_a_spec_problem(tree: NamedTree, index: int, rule: str, got: Any) -> Problem:
+def not_a_spec_problem(tree: NamedTree, index: int, rule: str, value: Any) -> Problem:
     """Returns the problem of a leaf for which the user's code returned something other than a spec."""
     return Problem(
         'not-a-spec',
         tree.describe(index),
-        f'got {got!r} of type {type(got).__name__}, which is not a PartitionSpec',
+        f'got {value!r} of type {type(value).__name__}, which is not a PartitionSpec',
         rule=rule,
         hint="return a jax.sharding.PartitionSpec, such as PartitionSpec('fsdp', None).",
     )

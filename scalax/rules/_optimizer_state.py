@@ -187,7 +187,7 @@ class ParamGroup:
     """The paths, shapes and dtypes of the parameters that one rule decides about."""
 
     rule: ShardingRule
-    at: str | None
+    prefix: str | None
     treedef: Any
     # Not hashed, because hashing the paths and shapes of a large model would slow down every look-up.
     paths: tuple[str, ...] = dataclasses.field(hash=False)
@@ -199,7 +199,7 @@ class ParamGroup:
         structs = list(map(jax.ShapeDtypeStruct, self.shapes, self.dtypes))
         bare = jax.tree_util.treedef_is_leaf(self.treedef)
         free = [FREE] * len(structs)
-        return NamedTree(self.paths, structs, self.shapes, self.treedef, free, self.at, is_bare_leaf=bare)
+        return NamedTree(self.paths, structs, self.shapes, self.treedef, free, self.prefix, is_bare_leaf=bare)
 
 
 def _param_groups(param_rule: RuleLike, params: Any) -> Iterator[ParamGroup]:
@@ -250,7 +250,7 @@ class _Params:
         trees = [(group, group.tree()) for group in groups]
         self._leaves = [(group, tree, i) for group, tree in trees for i in range(len(tree))]
         self.shapes = [tree.shapes[i] for _, tree, i in self._leaves]
-        self.paths = [tree.path_below(group.at, i) for group, tree, i in self._leaves]
+        self.paths = [tree.path_below(group.prefix, i) for group, tree, i in self._leaves]
         self._index: Mapping[str, int] = {path: i for i, path in enumerate(self.paths)}
 
     def decide(

@@ -105,7 +105,7 @@ def resolve(
     *,
     mode: ResolveMode = ResolveMode.CONCRETE,
     where: str = '',
-    at: str | None = None,
+    prefix: str | None = None,
     on_indivisible: OnIndivisible = 'error',
     as_leaf: Callable[[Any], Any] | None = None,
 ) -> Resolution:
@@ -117,7 +117,7 @@ def resolve(
         mesh: the mesh; an AbstractMesh is enough.
         mode: the use of the shardings.
         where: the name of the tree in messages, such as ``"the arguments of 'step'"``.
-        at: the path of the tree in a larger one, if any; prefixed to leaf paths in messages.
+        prefix: the path of the tree in a larger one, if any; precedes leaf paths in messages.
         on_indivisible: the policy for bare specs. Rules have their own.
         as_leaf: converts each leaf to the value that rules see.
 
@@ -129,11 +129,11 @@ def resolve(
     is_single_rule = is_rule(rules)
     parts: list[tuple[Rule, NamedTree]]
     if is_single_rule:
-        parts = [(cast(Rule, rules), NamedTree.of(pytree, at, as_leaf))]
+        parts = [(cast(Rule, rules), NamedTree.of(pytree, prefix, as_leaf))]
     else:
-        subtrees = match_subtrees(rules, pytree, f'{at!r} of {where}' if at and where else where)
+        subtrees = match_subtrees(rules, pytree, f'{prefix!r} of {where}' if prefix and where else where)
         parts = [
-            (subtree.rule, NamedTree.of(subtree.tree, join(at, subtree.path), as_leaf))
+            (subtree.rule, NamedTree.of(subtree.tree, join(prefix, subtree.path), as_leaf))
             for subtree in subtrees
         ]
     task.problems = [problem for _, tree in parts for problem in non_array_problems(tree)]
@@ -152,7 +152,7 @@ def resolve(
             shardings.extend(task.shardings(tree, answers))
     if task.problems or task.warnings:
         task.report()
-    named_tree = parts[0][1] if is_single_rule else NamedTree.of(pytree, at, as_leaf)
+    named_tree = parts[0][1] if is_single_rule else NamedTree.of(pytree, prefix, as_leaf)
     rule_paths = [path for _, tree in parts for path in tree.paths]
     rule_of_leaf = [rule for rule, tree in parts for _ in tree.paths]
     any_replicated = True in [

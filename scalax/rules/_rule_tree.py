@@ -139,7 +139,7 @@ def _of(where: str) -> str:
 
 def _not_a_rule(value: Any, path: str | None, where: str) -> str:
     """Returns the message about a value that is not a rule, with a hint about the likely mistake."""
-    hint, got = '', short_repr(value)
+    hint, text = '', short_repr(value)
     if isinstance(value, str) and path is not None and _FIRST_OF_A_PAIR.fullmatch(path):
         hint = '; pairs of a regex and a rule are for TreePathShardingRule((regex, rule), ...)'
     elif isinstance(value, type) and issubclass(value, ShardingRule):
@@ -147,10 +147,10 @@ def _not_a_rule(value: Any, path: str | None, where: str) -> str:
     elif isinstance(value, str):
         hint = f'; write PartitionSpec({value!r})'
     elif hasattr(value, 'shape') and leaf_shape(value) is not None:
-        got = leaf_text(value)
+        text = leaf_text(value)
         hint = '; are the tree and the rules the wrong way round?'
     return (
-        f'the rules{_of(where)} contain {got} of type {type(value).__name__}'
+        f'the rules{_of(where)} contain {text} of type {type(value).__name__}'
         f'{"" if path is None else f" at {path!r}"}, which is not a rule: give a ShardingRule, a '
         f'PartitionSpec, a NamedSharding or None{hint}'
     )

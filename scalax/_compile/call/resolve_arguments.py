@@ -261,7 +261,7 @@ def resolve_arguments(
                 mesh,
                 mode=mode,
                 where=where,
-                at=call.layout.paths[slot],
+                prefix=call.layout.paths[slot],
                 on_indivisible=on_indivisible,
                 as_leaf=as_leaf,
             )
