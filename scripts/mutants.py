@@ -39,7 +39,7 @@ IGNORED = [
     'tests/test_distributed.py',
     'test_browser.py',
 ]
-IGNORED += ['test_examples.py', 'test_launch.py', 'test_lost_part.py', 'processes.py']
+IGNORED += ['test_examples.py', 'test_launch.py', 'test_lost_processes.py', 'processes.py']
 NOT_RUN = ('annotation', 'returns', 'type_params')
 CPU_S, WALL_S, LEARN_S = 60, 240, 900
 ROUNDS = [(5.0, 40), (20.0, 400)]  # seconds and number of the tests that run together

@@ -275,7 +275,7 @@ def test_floats_are_not_static(batch):
         assert len(traces) == 1
 
 
-def test_booleans_are_accepted_as_numbers():
+def test_boolean_results_are_counted():
     assert int(microbatch(lambda x: x.all(), np.int64(3), batch=0, reduce='sum')(np.ones(6, bool))) == 3
 
 
