@@ -309,9 +309,9 @@ def _union(values: Iterable[_Origins]) -> _Origins:
     """Merges the origins of several values, with the convex hull of the offsets for each argument."""
     merged: dict[Any, _Origin] = {}
     for origin in itertools.chain.from_iterable(values):
-        known = merged.setdefault((origin.argument, origin.form), origin)
-        low, high = min(known.low, origin.low), max(known.high, origin.high)
-        merged[origin.argument, origin.form] = known._replace(low=low, high=high)
+        hull = merged.setdefault((origin.argument, origin.form), origin)
+        low, high = min(hull.low, origin.low), max(hull.high, origin.high)
+        merged[origin.argument, origin.form] = hull._replace(low=low, high=high)
     return frozenset(merged.values())
 
 

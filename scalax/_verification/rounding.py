@@ -61,14 +61,14 @@ class RoundingAnalysis(AbstractInterpreter[int]):
         self.rounded_results = [fact == _ROUNDED for fact in results]
 
     def eval_primitive(self, name: str, equation: Any, operands: Sequence[int]) -> Sequence[int]:
-        fact = known = max(operands, default=_CONSTANT)
+        fact = joined = max(operands, default=_CONSTANT)
         if name in _ELEMENTWISE_PRODUCTS and fact == _INPUT and _CONSTANT not in operands:
             # Not for products with constants: random numbers are scaled and shifted, and many comparisons
             # depend on them.
             fact = _PRODUCT
         elif name not in (_EXACT | _ARITHMETIC) or (name in _BINARY_SUMS and _PRODUCT in operands):
             fact = _ROUNDED
-        return [fact if _is_inexact(var.aval) else known for var in equation.outvars]
+        return [fact if _is_inexact(var.aval) else joined for var in equation.outvars]
 
     def join(self, facts: Sequence[int]) -> int:
         return max(facts)

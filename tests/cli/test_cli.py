@@ -240,8 +240,8 @@ def test_a_search_in_which_nothing_fits(job, capsys, tmp_path):
     on = ('--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1,2', '--html', tmp_path / 'page.html')
     done = here(capsys, 'search', f'{job}:make_large', *on, '--json')
     assert (done.returncode, done.stderr) == (3, '')
-    found = json.loads(done.stdout)
-    assert found['candidates'] and all(' fit: ' in row['reason'] for row in found['candidates'])
+    result = json.loads(done.stdout)
+    assert result['candidates'] and all(' fit: ' in row['reason'] for row in result['candidates'])
     assert 'no mesh fits' in (tmp_path / 'page.html').read_text()
 
 
@@ -264,7 +264,7 @@ def test_find(job, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ('arguments', 'said'),
+    ('arguments', 'message'),
     [
         (('--batch', 1, '--batch-dim', 7), 'divides the batch dimension: dimension 7'),
         (('--batch', 5), 'batch_argnums=(5,): the step has 2 arguments'),
@@ -273,9 +273,9 @@ def test_find(job, tmp_path, capsys):
     ],
 )
 @tpu_compiler.needed
-def test_invalid_commands_of_find(job, capsys, arguments, said):
+def test_invalid_commands_of_find(job, capsys, arguments, message):
     done = here(capsys, 'autoshard', f'{job}:make_one_device', '--topology', 'v5e:2x2', *arguments)
-    assert done.returncode == 2 and said in done.stderr
+    assert done.returncode == 2 and message in done.stderr
 
 
 def test_options_of_find_are_those_of_the_function(job, monkeypatch):
@@ -310,7 +310,7 @@ def test_options_of_find_are_those_of_the_function(job, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ('arguments', 'said'),
+    ('arguments', 'message'),
     [
         (['--memory', '16XB'], "'16XB' is not a memory size (as in 16GiB, 80GB, or bytes)"),
         (['--memory', '0'], "'0' is not a memory size"),
@@ -323,11 +323,11 @@ def test_options_of_find_are_those_of_the_function(job, monkeypatch):
         (['--keep', '=fsdp'], "'=fsdp' is not of the form REGEX=SPEC"),
     ],
 )
-def test_usage_of_find(job, capsys, arguments, said):
+def test_usage_of_find(job, capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:
         main(['autoshard', f'{job}:make_one_device', '--topology', 'v5e:2x2', '--batch', '1', *arguments])
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -358,9 +358,9 @@ def test_version_and_no_command(capsys):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert ended.value.code == code
-    said = capsys.readouterr()
-    assert said.out.startswith(f'scalax {scalax.__version__}, JAX {jax.__version__}, Python 3.')
-    assert 'usage: ' in said.err and 'required: COMMAND' in said.err and "'doctor'" in said.err
+    message = capsys.readouterr()
+    assert message.out.startswith(f'scalax {scalax.__version__}, JAX {jax.__version__}, Python 3.')
+    assert 'usage: ' in message.err and 'required: COMMAND' in message.err and "'doctor'" in message.err
 
 
 @pytest.mark.parametrize(
@@ -474,33 +474,35 @@ def test_explain_needs_no_devices(job, capsys):
 
 
 @pytest.mark.parametrize(
-    ('arguments', 'said'),
+    ('arguments', 'message'),
     [
         (['--sizes', 'tp=x'], "'tp=x' is not of the form NAME=N,N,... (as in tp=1,2,4)"),
         (['--sizes', 'tp=0,2'], "'0' is not an integer of at least 1"),
         (['--full', '-1'], "'-1' is not an integer of at least 0"),
     ],
 )
-def test_usage_of_search(job, capsys, arguments, said):
+def test_usage_of_search(job, capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:
         main(['search', f'{job}:make_step', '--topology', 'v5e:2x2', '--axes', 'fsdp,tp', *arguments])
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_sizes_of_one_axis_are_given_once(job, capsys):
     on = ['--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1', '--sizes', 'tp=2']
     assert main(['search', f'{job}:make_step', *on]) == 2
-    said = 'error: --sizes names an axis twice: give all of its sizes at once, as in tp=1,2,4\n'
-    assert capsys.readouterr().err == said
+    message = 'error: --sizes names an axis twice: give all of its sizes at once, as in tp=1,2,4\n'
+    assert capsys.readouterr().err == message
 
 
 @tpu_compiler.needed
 def test_a_search_that_plans_nothing_does_not_say_that_nothing_fits(job, capsys):
     on = ['--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1']
     done = here(capsys, 'search', f'{job}:make_odd', *on)
-    said = ' '.join(done.stdout.split())
-    assert '1 fsdp=4, tp=1 w: ' in said and 'dimension 0 of size 66 does not divide by 4 (fsdp=4)' in said
+    message = ' '.join(done.stdout.split())
+    assert (
+        '1 fsdp=4, tp=1 w: ' in message and 'dimension 0 of size 66 does not divide by 4 (fsdp=4)' in message
+    )
     assert done.stdout.splitlines()[0] == '1 mesh on v5e:2x2'
     assert (done.returncode, done.stderr) == (
         *(1, 'error: no mesh was planned: whether the step fits is unknown\n'),
@@ -509,8 +511,10 @@ def test_a_search_that_plans_nothing_does_not_say_that_nothing_fits(job, capsys)
     with pytest.raises(ValueError, match='no such model'):
         main(['search', f'{job}:make_trouble', *on])
     assert main(['search', f'{job}:make_nothing', *on]) == 2
-    said = capsys.readouterr().err
-    assert said.endswith('\nThis was raised by the candidate fsdp=4, tp=1.\n') and 'make_nothing' in said
+    message = capsys.readouterr().err
+    assert (
+        message.endswith('\nThis was raised by the candidate fsdp=4, tp=1.\n') and 'make_nothing' in message
+    )
 
 
 def test_topologies(capsys):
@@ -546,16 +550,16 @@ def test_search_and_find_on_hosts_of_gpus(job, capsys):
 
 
 @pytest.mark.parametrize(
-    ('topology', 'said'),
+    ('topology', 'message'),
     [
         ('h100:16', 'write several hosts, as in h100:4x8'),
         ('gb200:36x4', 'write several domains, as in gb200:4x18x4'),
         ('v100:8', "no topology 'v100:8' is known"),
     ],
 )
-def test_topologies_of_gpus_that_are_none(job, capsys, topology, said):
+def test_topologies_of_gpus_that_are_none(job, capsys, topology, message):
     done = here(capsys, 'plan', f'{job}:make_step', '--topology', topology, '--mesh', 'fsdp=-1,tp=1')
-    assert done.returncode == 2 and said in done.stderr
+    assert done.returncode == 2 and message in done.stderr
 
 
 @pytest.mark.parametrize('wrong', [('--slices', '2'), ('--dcn', 'fsdp=2')])
@@ -574,8 +578,8 @@ WRONG = {
 @pytest.mark.parametrize('name', WRONG)
 def test_a_function_that_is_none(job, capsys, name):
     assert main(['explain', f'{job}:{name}', '--mesh', 'fsdp=4,tp=2']) == 2
-    said = capsys.readouterr().err.replace(str(job), 'FILE')
-    assert said == f'error: {WRONG[name]}\n'
+    message = capsys.readouterr().err.replace(str(job), 'FILE')
+    assert message == f'error: {WRONG[name]}\n'
 
 
 def test_a_file_that_is_none(capsys, tmp_path):
@@ -595,7 +599,7 @@ def test_a_file_that_is_called_as_a_module_is_takes_nobodys_name(tmp_path, capsy
 
 
 @pytest.mark.parametrize(
-    ('command', 'said'),
+    ('command', 'message'),
     [
         (
             ('plan', 'make_too_much', '--mesh', 'fsdp=8'),
@@ -609,10 +613,10 @@ def test_a_file_that_is_called_as_a_module_is_takes_nobodys_name(tmp_path, capsy
         ),
     ],
 )
-def test_a_function_for_another_command(job, capsys, command, said):
+def test_a_function_for_another_command(job, capsys, command, message):
     name, function, *options = command
     assert main([name, f'{job}:{function}', *options]) == 2
-    assert capsys.readouterr().err == f"error: '{job}:{function}' has to take {said}\n"
+    assert capsys.readouterr().err == f"error: '{job}:{function}' has to take {message}\n"
 
 
 def test_arguments_that_are_none(job, capsys):
@@ -625,7 +629,7 @@ def test_arguments_that_are_none(job, capsys):
 
 
 @pytest.mark.parametrize(
-    ('arguments', 'said'),
+    ('arguments', 'message'),
     [
         (['--mesh', 'fsdp'], "'fsdp' is not of the form NAME=N,NAME=N (as in fsdp=-1,tp=4)"),
         (['--mesh', 'a=2,a=3'], "'a=2,a=3' names 'a' twice"),
@@ -639,15 +643,15 @@ def test_arguments_that_are_none(job, capsys):
         ([], 'the following arguments are required: --mesh'),
     ],
 )
-def test_usage(job, capsys, arguments, said):
+def test_usage(job, capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:
         main(['plan', f'{job}:make_step', *arguments])
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ('arguments', 'said'),
+    ('arguments', 'message'),
     [
         (
             ['--mesh', 'fsdp=4', '--dcn', 'fdsp=2', '--topology', 'v5e:2x2'],
@@ -661,14 +665,14 @@ def test_usage(job, capsys, arguments, said):
         ),
     ],
 )
-def test_what_cannot_be_asked(job, capsys, arguments, said):
+def test_what_cannot_be_asked(job, capsys, arguments, message):
     assert main(['plan', f'{job}:make_step', *arguments]) == 2
-    assert capsys.readouterr().err == f'error: {said}\n'
+    assert capsys.readouterr().err == f'error: {message}\n'
 
 
 @pytest.mark.parametrize('command', [('plan', '--mesh', 'a=8'), ('search', '--axes', 'a')])
 def test_slices_that_lie_along_no_axis(job, capsys, command):
     name, *options = command
     assert main([name, f'{job}:make_step', *options, '--topology', 'v5e:2x2', '--slices', '2']) == 2
-    said = 'error: --slices 2 needs --dcn, the mesh axes across slices\n'
-    assert capsys.readouterr().err == said
+    message = 'error: --slices 2 needs --dcn, the mesh axes across slices\n'
+    assert capsys.readouterr().err == message

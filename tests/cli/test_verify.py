@@ -65,8 +65,8 @@ def job(tmp_path):
 def here(capsys, *arguments):
     """Verifies in this process; what its file prints, and JAX, is not of the result."""
     code = main(['verify', *map(str, arguments)])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    message = capsys.readouterr()
+    return code, message.out, message.err
 
 
 @pytest.mark.medium
@@ -74,21 +74,21 @@ def test_a_step_that_is_right(job, capsys, tmp_path):
     page = tmp_path / 'page.html'
     code, out, err = here(capsys, f'{job}:make_step', *ON, '--html', page)
     assert code == 0 and 'a line of the file\n' in err
-    said = 'step on fsdp=4, tp=2 matches one device: 2 results, 1 consecutive step, 1 seed'
-    assert out.splitlines()[0] == said
+    message = 'step on fsdp=4, tp=2 matches one device: 2 results, 1 consecutive step, 1 seed'
+    assert out.splitlines()[0] == message
     assert '<title>step on a mesh and on one device</title>' in page.read_text()
 
 
 @pytest.mark.slow
 def test_a_step_that_is_wrong(job, capsys):
     code, out, _ = here(capsys, f'{job}:make_wrong', *ON, '--json')
-    found = json.loads(out)
-    assert (code, found['ok'], found['downscaling']) == (4, False, [])
-    assert [each['path'] for each in found['differences']] == ['loss']
+    report = json.loads(out)
+    assert (code, report['ok'], report['downscaling']) == (4, False, [])
+    assert [each['path'] for each in report['differences']] == ['loss']
     line = JOB[: JOB.index('jax.shard_map')].count('\n') + 1
-    first = found['first_difference']
+    first = report['first_difference']
     assert (first['primitive'], first['line']) == ('shard_map', f'job.py:{line} local_mean')
-    assert found['jax'] == jax.__version__
+    assert report['jax'] == jax.__version__
 
 
 @pytest.mark.medium
@@ -115,24 +115,24 @@ def test_results_that_could_not_be_compared_are_not_equal(job, capsys):
 def test_what_is_made_small(job, capsys, asked, mesh):
     function, *options = asked
     code, out, _ = here(capsys, f'{job}:{function}', *options, '--seeds', 1, '--json')
-    found = json.loads(out)
-    assert (code, found['ok'], found['mesh']) == (0, True, mesh)
-    said = ' '.join(found['downscaling'])
-    assert 'width 4096 -> ' in said and 'rows 8192 -> ' in said
+    report = json.loads(out)
+    assert (code, report['ok'], report['mesh']) == (0, True, mesh)
+    message = ' '.join(report['downscaling'])
+    assert 'width 4096 -> ' in message and 'rows 8192 -> ' in message
 
 
 @pytest.mark.medium
 def test_a_small_step_is_taken_as_it_is(job, capsys):
     code, out, _ = here(capsys, f'{job}:make_any', '--config', 'SMALL', *ON, '--json')
-    found = json.loads(out)
-    assert code == 0 and [each['array'] for each in found['arguments']] == [
+    report = json.loads(out)
+    assert code == 0 and [each['array'] for each in report['arguments']] == [
         'float32[16,16]',
         'float32[32,16]',
     ]
 
 
 @pytest.mark.parametrize(
-    ('asked', 'said'),
+    ('asked', 'message'),
     [
         (
             ('make_any',),
@@ -154,14 +154,14 @@ def test_a_small_step_is_taken_as_it_is(job, capsys):
         ),
     ],
 )
-def test_what_cannot_be_asked(job, capsys, monkeypatch, asked, said):
+def test_what_cannot_be_asked(job, capsys, monkeypatch, asked, message):
     function, *options = asked
     if '--devices' in options:  # those of the tests are there already
         monkeypatch.setattr(jax.config, 'update', lambda name, value: None)
         monkeypatch.setattr(jax, 'local_devices', lambda *args: jax.devices()[:2])
     code, out, err = here(capsys, f'{job}:{function}', *options, *ON)
     assert (code, out) == (2, '')
-    assert err.splitlines()[-1].replace(str(job), 'FILE') == f'error: {said}'
+    assert err.splitlines()[-1].replace(str(job), 'FILE') == f'error: {message}'
 
 
 def test_options_are_those_of_the_function(job, monkeypatch):

@@ -101,10 +101,12 @@ rule_of_product = op_rules.by_dims
 
 
 def _forgetting_sums(op: Op) -> Strategy | None:
-    found = rule_of_product(op)
-    if found is None:
+    strategy = rule_of_product(op)
+    if strategy is None:
         return None
-    return Strategy(found.operands, tuple(REPLICATE if isinstance(x, Partial) else x for x in found.results))
+    return Strategy(
+        strategy.operands, tuple(REPLICATE if isinstance(x, Partial) else x for x in strategy.results)
+    )
 
 
 @seeded(('reduce_sum',), (op_rules, 'RULES', {**op_rules.RULES, 'reduce_sum': _forgetting_sums}))
@@ -114,8 +116,10 @@ def partial_sum_taken_for_a_sum(helper: MeshShardingHelper) -> Step:
 
 
 def _maximum_added_up(op: Op) -> Strategy | None:
-    found = rule_of_product(op)
-    return None if found is None else Strategy(found.operands, (Partial('sum'),) * len(found.results))
+    strategy = rule_of_product(op)
+    return (
+        None if strategy is None else Strategy(strategy.operands, (Partial('sum'),) * len(strategy.results))
+    )
 
 
 @seeded(('reduce_max',), (op_rules, 'RULES', {**op_rules.RULES, 'reduce_max': _maximum_added_up}))

@@ -39,7 +39,7 @@ class Fault:
         name: its name.
         make: makes the step and its arguments for a helper.
         kind: whose fault it is.
-        expects: what a report must name: paths of results, and operations.
+        expects: what a catalogue must name: paths of results, and operations.
         source: where it was published; empty for what nobody has.
         mesh: the axes of the mesh, and their sizes.
         explicit: whether the axes are Explicit.
@@ -97,9 +97,9 @@ def fault(kind: Kind, expects: tuple[str, ...], **options: Any) -> Callable[[Any
 
     def added(make: Callable[[MeshShardingHelper], Step]) -> Callable[[MeshShardingHelper], Step]:
         name = make.__name__
-        found = SOUND if kind == 'sound' else FAULTS
-        assert name not in found, name
-        found[name] = Fault(name, make, kind, expects, **options)
+        catalogue = SOUND if kind == 'sound' else FAULTS
+        assert name not in catalogue, name
+        catalogue[name] = Fault(name, make, kind, expects, **options)
         return make
 
     return added

@@ -105,11 +105,11 @@ def rows_moved_up_by_one(helper: MeshShardingHelper) -> Step:
 def gradient_of_a_lookup_in_a_reduced_table(helper: MeshShardingHelper) -> Step:
     """Devices slice their part of the vocabulary before they add up what others have of it."""
 
-    def step(params: Any, tokens: Any, wanted: Any) -> Any:
+    def step(params: Any, tokens: Any, expected: Any) -> Any:
         def loss(params: Any) -> Any:
             table = jax.sharding.reshard(params['table'], P('tp', None, reduced={'fsdp'}))
-            found = table.at[tokens].get(out_sharding=P('fsdp', 'tp', None))
-            return jnp.sum(found * wanted)
+            embedded = table.at[tokens].get(out_sharding=P('fsdp', 'tp', None))
+            return jnp.sum(embedded * expected)
 
         return jax.grad(loss)(params)
 

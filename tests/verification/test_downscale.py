@@ -186,8 +186,8 @@ def test_layers_that_are_written_out(smallest):
     kinds = [next(iter(layer)) for layer in result.args[0]['layers']]
     assert result.is_faithful and len(kinds) < 20
     # Each kind, and each that comes after another one.
-    wanted = {('w', 'w'), ('w', 'other'), ('other', 'w')}
-    assert {*itertools.pairwise(kinds)} == wanted
+    expected = {('w', 'w'), ('w', 'other'), ('other', 'w')}
+    assert {*itertools.pairwise(kinds)} == expected
 
 
 def make_dict(helper, config):

@@ -51,20 +51,22 @@ def test_faults_are_found_and_named(name):
         with pytest.raises(RuntimeError, match=fault.raises):
             verified(fault)
         return
-    found = verified(fault)
-    assert found.ok != fault.shows, str(found)
+    report = verified(fault)
+    assert report.ok != fault.shows, str(report)
     if fault.shows:
-        assert max(each.seeds for each in found.differences) == found.seeds
+        assert max(each.seeds for each in report.differences) == report.seeds
         # A program may be another one where values inside are results: then there is what makes it go away.
-        gone = [each.change for each in found.ablations if each.still_differs is False]
-        assert found.first_difference or gone or any(word in str(found) for word in fault.expects), str(found)
+        gone = [each.change for each in report.ablations if each.still_differs is False]
+        assert report.first_difference or gone or any(word in str(report) for word in fault.expects), str(
+            report
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', named(SOUND))
 def test_steps_that_are_right(name):
-    found = verified(SOUND[name])
-    assert found.ok, str(found)
+    report = verified(SOUND[name])
+    assert report.ok, str(report)
 
 
 def test_what_runs_quickly_is_there():
@@ -98,15 +100,15 @@ ENGINE = [
 @pytest.mark.parametrize('name', ENGINE)
 def test_the_first_operation_that_differs_is_the_one_whose_rule_is_wrong(name):
     fault = FAULTS[name]
-    found = verified(fault)
-    assert found.first_difference is not None and fault.expects[0] == found.first_difference.primitive, str(
-        found
+    report = verified(fault)
+    assert report.first_difference is not None and fault.expects[0] == report.first_difference.primitive, str(
+        report
     )
-    assert 'engine_faults.py' in found.first_difference.line
+    assert 'engine_faults.py' in report.first_difference.line
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize('name', ['examples_sorted_on_each_device'])
 def test_steps_that_are_partitioned_are_right_without_a_fault(name):
-    found = FAULTS[name].helper().verify(FAULTS[name].make)
-    assert found.ok, str(found)
+    report = FAULTS[name].helper().verify(FAULTS[name].make)
+    assert report.ok, str(report)

@@ -47,7 +47,7 @@ NOT_REDUCED = (
 
 
 @pytest.mark.parametrize(
-    ('given', 'error', 'said'),
+    ('given', 'error', 'message'),
     [
         (lambda: jitted_elsewhere(), ArgumentError, NOT_REDUCED),
         (lambda: jitted_elsewhere(kwargs=True), ArgumentError, NOT_REDUCED),
@@ -91,10 +91,10 @@ NOT_REDUCED = (
         ),
     ],
 )
-def test_what_cannot_be_verified(given, error, said):
+def test_what_cannot_be_verified(given, error, message):
     with pytest.raises(ScalaxError) as caught:
         given()
-    assert (type(caught.value), str(caught.value)) == (error, said)
+    assert (type(caught.value), str(caught.value)) == (error, message)
 
 
 def test_a_step_that_cannot_be_traced_for_a_small_mesh():
@@ -159,17 +159,17 @@ def test_json_has_no_numbers_of_its_own():
         raise AssertionError(f'{text} is not JSON')
 
     first = FirstDifference('fft', 'train.py:3', Difference('', 'complex64[]', P(), 1.0, 0.0, (), 1 + 2j, 2j))
-    found = VerificationReport(
+    report = VerificationReport(
         'step', {'fsdp': 8}, differences=(DIFFERENCE,), results=1, seeds=1, first_difference=first
     )
-    plain = json.loads(json.dumps(found.to_dict()), parse_constant=refused)
+    plain = json.loads(json.dumps(report.to_dict()), parse_constant=refused)
     [difference] = plain['differences']
     assert (difference['error'], difference['actual'], difference['expected']) == ('inf', 'nan', 1.25)
     assert plain['first_difference']['difference']['actual'] == '(1+2j)' and plain['ok'] is False
 
 
 @pytest.mark.parametrize(
-    ('found', 'said'),
+    ('report', 'message'),
     [
         ({'seeds': 1}, '>equal<'),
         ({'seeds': 1, 'differences': (DIFFERENCE,)}, '>differs<'),
@@ -177,11 +177,11 @@ def test_json_has_no_numbers_of_its_own():
         ({'seeds': 0, 'interrupted': True}, '>not compared<'),
     ],
 )
-def test_the_verdict_of_a_page(found, said, tmp_path):
+def test_the_verdict_of_a_page(report, message, tmp_path):
     page = tmp_path / 'page.html'
-    VerificationReport('step', {'fsdp': 8}, results=1, **found).to_html(page)
+    VerificationReport('step', {'fsdp': 8}, results=1, **report).to_html(page)
     shown = [each for each in ('>equal<', '>differs<', '>not compared<') if each in page.read_text()]
-    assert shown == [said]
+    assert shown == [message]
 
 
 def test_values_are_shown_with_the_digits_that_differ():
@@ -191,7 +191,7 @@ def test_values_are_shown_with_the_digits_that_differ():
 
 
 @pytest.mark.parametrize(
-    ('found', 'said'),
+    ('report', 'message'),
     [
         (
             {'nonfinite': ('loss',), 'nondeterministic': ('time',), 'seeds': 2},
@@ -205,6 +205,6 @@ def test_values_are_shown_with_the_digits_that_differ():
         ({'interrupted': True}, 'was not compared: 0 consecutive steps, 0 seeds'),
     ],
 )
-def test_what_was_not_compared_is_not_said_to_be_equal(found, said):
-    found = VerificationReport('step', {'fsdp': 8}, results=3, **found)
-    assert not found.ok and found.to_text(200).splitlines()[0] == f'step on fsdp=8 {said}'
+def test_what_was_not_compared_is_not_said_to_be_equal(report, message):
+    report = VerificationReport('step', {'fsdp': 8}, results=3, **report)
+    assert not report.ok and report.to_text(200).splitlines()[0] == f'step on fsdp=8 {message}'

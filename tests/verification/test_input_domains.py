@@ -26,12 +26,12 @@ def whole(*shape: int) -> jax.ShapeDtypeStruct:
     return array(*shape, dtype='int32')
 
 
-def roles(function: Any, *args: Any) -> list[ValueDomain]:
+def domains_in(function: Any, *args: Any) -> list[ValueDomain]:
     return domains_of(jax.make_jaxpr(function)(*args))
 
 
-def said(role: ValueDomain) -> tuple[Any, ...]:
-    return (role.kind,) if role.bound is None else (role.kind, role.bound)
+def kind_and_bound(domain: ValueDomain) -> tuple[Any, ...]:
+    return (domain.kind,) if domain.bound is None else (domain.kind, domain.bound)
 
 
 # --- Roles -----------------------------------------------------------------------------------------
@@ -118,8 +118,8 @@ INDICES = {
 @pytest.mark.parametrize('name', INDICES)
 def test_integers_by_where_they_are_looked_up(name: str) -> None:
     function, integers, expected = INDICES[name]
-    [_, role] = roles(function, TABLE, integers)
-    assert said(role) == expected
+    [_, domain] = domains_in(function, TABLE, integers)
+    assert kind_and_bound(domain) == expected
 
 
 FLOATS = {
@@ -143,18 +143,18 @@ FLOATS = {
 @pytest.mark.parametrize('name', FLOATS)
 def test_floats_by_what_is_computed_of_them(name: str) -> None:
     function, expected = FLOATS[name]
-    [role] = roles(function, TABLE)
-    assert role.kind == expected
+    [domain] = domains_in(function, TABLE)
+    assert domain.kind == expected
 
 
 def test_numbers_of_several_dimensions_are_within_each() -> None:
-    found = roles(lambda table, x, y: table[x, y], TABLE, ROWS, ROWS)
-    assert [role.bound for role in found[1:]] == [4, 4]
+    domains = domains_in(lambda table, x, y: table[x, y], TABLE, ROWS, ROWS)
+    assert [domain.bound for domain in domains[1:]] == [4, 4]
 
 
 def test_where_all_is_taken_nothing_is_looked_up() -> None:
-    [_, role] = roles(jax.vmap(lambda table, x: table[x], (None, 0)), TABLE, ROWS)
-    assert said(role) == ('index', 10)
+    [_, domain] = domains_in(jax.vmap(lambda table, x: table[x], (None, 0)), TABLE, ROWS)
+    assert kind_and_bound(domain) == ('index', 10)
 
 
 def test_keys_and_masks() -> None:
@@ -163,24 +163,24 @@ def test_keys_and_masks() -> None:
     def step(key: Any, raw: Any, mask: Any) -> Any:
         return jax.random.normal(key[0]), jnp.where(mask, jax.random.normal(raw, (3,)), 0)
 
-    assert [role.kind for role in roles(step, key, raw, mask)] == ['key', 'key', 'mask']
+    assert [domain.kind for domain in domains_in(step, key, raw, mask)] == ['key', 'key', 'mask']
 
 
 def test_a_role_says_why() -> None:
     def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
         return table[tokens]
 
-    [_, role] = roles(jax.jit(embed), TABLE, ROWS)
-    assert role.reason.startswith('index in dimension 0 of (10, 4) in test_input_domains.py:')
-    assert role.reason.endswith(' embed')
+    [_, domain] = domains_in(jax.jit(embed), TABLE, ROWS)
+    assert domain.reason.startswith('index in dimension 0 of (10, 4) in test_input_domains.py:')
+    assert domain.reason.endswith(' embed')
 
 
 def test_inside_a_shard_map() -> None:
     mesh = jax.make_mesh((1,), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
     whole_spec = jax.sharding.PartitionSpec()
     mapped = jax.shard_map(lambda table, x: table[x], mesh=mesh, in_specs=whole_spec, out_specs=whole_spec)
-    [_, role] = roles(mapped, TABLE, ROWS)
-    assert said(role) == ('index', 10)
+    [_, domain] = domains_in(mapped, TABLE, ROWS)
+    assert kind_and_bound(domain) == ('index', 10)
 
 
 @pytest.mark.slow
@@ -192,12 +192,14 @@ def test_inside_a_shard_map() -> None:
 def test_variances_of_optimizers(optimizer: Any, positive: str) -> None:
     params = {'w': array(256, 128)}
     args = params, jax.eval_shape(optimizer.init, params), params
-    found = roles(optimizer.update, *args)
+    domains = domains_in(optimizer.update, *args)
     leaves, structure = jax.tree.flatten_with_path(args)
-    kinds = {jax.tree_util.keystr(path): role.kind for (path, _), role in zip(leaves, found, strict=True)}
+    kinds = {
+        jax.tree_util.keystr(path): domain.kind for (path, _), domain in zip(leaves, domains, strict=True)
+    }
     assert {kind for path, kind in kinds.items() if f'.{positive}' in path} == {'positive'}
     for seed in range(3):
-        values = jax.tree.unflatten(structure, sample([leaf for _, leaf in leaves], found, seed))
+        values = jax.tree.unflatten(structure, sample([leaf for _, leaf in leaves], domains, seed))
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(optimizer.update(*values)))
 
 
@@ -212,16 +214,16 @@ KINDS = [
 @pytest.mark.parametrize('dtype', KINDS)
 def test_values_differ_along_each_dimension(dtype: str) -> None:
     aval = array(12, 16, dtype=dtype)
-    role = (
+    domain = (
         ValueDomain('mask')
         if dtype == 'bool'
         else ValueDomain('index', 1000)
         if 'int' in dtype
         else ValueDomain('number')
     )
-    [found], [again], [other] = (sample([aval], [role], seed) for seed in (1, 1, 2))
-    assert (found.shape, found.dtype) == (aval.shape, aval.dtype)
-    wide, rest = found.astype('complex64'), other.astype('complex64')
+    [value], [again], [other] = (sample([aval], [domain], seed) for seed in (1, 1, 2))
+    assert (value.shape, value.dtype) == (aval.shape, aval.dtype)
+    wide, rest = value.astype('complex64'), other.astype('complex64')
     np.testing.assert_array_equal(wide, again.astype('complex64'))
     assert (wide != rest).any()
     for each in (wide, wide.T):
@@ -237,8 +239,8 @@ def test_values_are_in_their_roles() -> None:
     shape = (50, 40)
 
     def values(kind: Any, bound: int | None = None, dtype: str = 'int32') -> np.ndarray:
-        [found] = sample([array(*shape, dtype=dtype)], [ValueDomain(kind, bound)], 0)
-        return found
+        [value] = sample([array(*shape, dtype=dtype)], [ValueDomain(kind, bound)], 0)
+        return value
 
     assert {*values('index', 3).flat} == {0, 1, 2}
     assert {*values('length', 4).flat} == {1, 2, 3}
@@ -259,9 +261,9 @@ def test_values_are_in_their_roles() -> None:
 @pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])
 def test_keys_are_of_their_generator(impl: str) -> None:
     keys = jax.random.split(jax.random.key(0, impl=impl), 3)
-    [found] = sample([jax.ShapeDtypeStruct(keys.shape, keys.dtype)], [ValueDomain('key')], 0)
-    assert (found.shape, found.dtype) == (keys.shape, keys.dtype)
-    assert len({*map(float, jax.vmap(jax.random.uniform)(found))}) == 3
+    [value] = sample([jax.ShapeDtypeStruct(keys.shape, keys.dtype)], [ValueDomain('key')], 0)
+    assert (value.shape, value.dtype) == (keys.shape, keys.dtype)
+    assert len({*map(float, jax.vmap(jax.random.uniform)(value))}) == 3
 
 
 def test_arrays_of_users_as_they_are_and_varied(rng: np.random.Generator) -> None:
@@ -325,23 +327,23 @@ def of_model(name: str) -> tuple[Any, Any, list[ValueDomain]]:
     """The step of a model, its arguments, and their roles."""
     model = MODELS[name]
     step, args = training_step(model, model.loss), arguments(model, 8 * model.rows)
-    return step, args, roles(step, *args)
+    return step, args, domains_in(step, *args)
 
 
 @pytest.mark.medium
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize('name', INTEGERS)
 def test_integers_of_models(name: str) -> None:
-    _, args, found = of_model(name)
-    batch = jax.tree.unflatten(jax.tree.structure(args), found)[1]
-    integers = {key: role.bound for key, role in batch.items() if role.bound is not None}
+    _, args, domains = of_model(name)
+    batch = jax.tree.unflatten(jax.tree.structure(args), domains)[1]
+    integers = {key: domain.bound for key, domain in batch.items() if domain.bound is not None}
     assert integers == INTEGERS[name]
 
 
 def assert_finite(name: str, seed: int) -> None:
-    step, args, found = of_model(name)
+    step, args, domains = of_model(name)
     leaves, structure = jax.tree.flatten(args)
-    values = jax.tree.unflatten(structure, sample(leaves, found, seed))
+    values = jax.tree.unflatten(structure, sample(leaves, domains, seed))
     results = jax.jit(step, compiler_options=QUICKLY)(*values)
     assert all(np.isfinite(np.asarray(x, 'float32')).all() for x in jax.tree.leaves(results))
 

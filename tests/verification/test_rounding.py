@@ -49,8 +49,8 @@ FUNCTIONS = (loop, branches, until, checkpointed, jnp.linalg.qr, lambda x: jax.n
 @pytest.mark.parametrize('function', FUNCTIONS, ids=lambda each: each.__name__)
 def test_without_errors_it_is_what_jax_computes(function, rng):
     x = rng.normal(size=(8, 8)).astype('float32')
-    wanted = jax.tree.leaves(jax.jit(function)(x))
-    for one, other in zip(evaluated(function, x), wanted, strict=True):
+    expected = jax.tree.leaves(jax.jit(function)(x))
+    for one, other in zip(evaluated(function, x), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)
 
 
@@ -75,7 +75,7 @@ def test_products_in_bfloat16_are_uncertain_by_its_unit(rng):
 
 
 @pytest.mark.parametrize(
-    ('function', 'wanted'),
+    ('function', 'expected'),
     [
         (lambda x, n, key: x > 0, False),
         (lambda x, n, key: jnp.argmax(x), False),
@@ -97,9 +97,9 @@ def test_products_in_bfloat16_are_uncertain_by_its_unit(rng):
         (lambda x, n, key: jax.lax.while_loop(lambda i: i < n[0], lambda i: i + 1, 0), False),
     ],
 )
-def test_what_is_exact(function, wanted):
+def test_what_is_exact(function, expected):
     jaxpr = jax.make_jaxpr(function)(S((4, 4), 'float32'), S((4,), 'int32'), jax.random.key(0))
-    assert RoundingAnalysis(jaxpr).rounded_results == [wanted]
+    assert RoundingAnalysis(jaxpr).rounded_results == [expected]
 
 
 def test_exact_results_have_no_errors(rng):

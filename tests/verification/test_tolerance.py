@@ -11,9 +11,9 @@ from scalax._verification.tolerance import ErrorStats, error_stats, error_stats_
 
 
 def test_the_largest_error_and_the_mean():
-    found = error_stats(np.asarray([[1.0, 2.0], [3.0, 7.0]]), np.asarray([[1.0, 2.0], [3.0, 4.0]]))
-    assert (found.largest, found.index, found.actual, found.expected) == (3.0, (1, 1), 7.0, 4.0)
-    assert found.mean == 1.5
+    error = error_stats(np.asarray([[1.0, 2.0], [3.0, 7.0]]), np.asarray([[1.0, 2.0], [3.0, 4.0]]))
+    assert (error.largest, error.index, error.actual, error.expected) == (3.0, (1, 1), 7.0, 4.0)
+    assert error.mean == 1.5
 
 
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
@@ -30,8 +30,8 @@ def test_scalars_and_nothing():
 
 
 def test_integers_are_counted():
-    found = error_stats(np.asarray([1, 2, 3, 4]), np.asarray([1, 2, 4, 5]))
-    assert (found.largest, found.mean, found.index) == (2.0, 0.5, (2,))
+    error = error_stats(np.asarray([1, 2, 3, 4]), np.asarray([1, 2, 4, 5]))
+    assert (error.largest, error.mean, error.index) == (2.0, 0.5, (2,))
     assert tolerance_for(ErrorStats(), np.asarray([1, 2]), is_rounded=False).covers(ErrorStats())
     assert not tolerance_for(ErrorStats(), np.asarray([1, 2]), is_rounded=False).covers(ErrorStats(1.0, 0.5))
     assert tolerance_for(ErrorStats(), np.asarray([1, 2]), is_rounded=True).covers(ErrorStats(1.0, 0.5))
@@ -72,17 +72,17 @@ def test_each_copy_of_a_block_counts():
         (low, value[:4]),
         (high, value[4:] + np.asarray([0, 0, 5, 0])),
     ]
-    found = error_stats_of_shards(blocks, value)
-    assert (found.largest, found.index, found.expected) == (5.0, (6,), 6.0)
-    assert found.mean == pytest.approx(math.sqrt(25 / 8))
+    error = error_stats_of_shards(blocks, value)
+    assert (error.largest, error.index, error.expected) == (5.0, (6,), 6.0)
+    assert error.mean == pytest.approx(math.sqrt(25 / 8))
     assert error_stats_of_shards(blocks[:3], value) == ErrorStats()
 
 
 def test_blocks_of_integers_are_counted():
     value = np.arange(8)
     blocks = [((slice(0, 4),), value[:4]), ((slice(4, 8),), value[4:] + 1), ((slice(0, 4),), value[:4] - 1)]
-    found = error_stats_of_shards(blocks, value)
-    assert (found.largest, found.mean) == (8.0, 1.0)
+    error = error_stats_of_shards(blocks, value)
+    assert (error.largest, error.mean) == (8.0, 1.0)
 
 
 def test_blocks_of_scalars_and_of_devices():

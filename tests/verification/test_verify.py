@@ -78,19 +78,19 @@ def test_a_training_step(axis_type):
         )
     else:
         step, args = compiled(helper, annotation_shardings={'hidden': P('fsdp', 'tp')}), arguments()
-    found = helper.verify(step, *args, seeds=2)
-    assert found.ok, str(found)
-    assert not found.differences
+    report = helper.verify(step, *args, seeds=2)
+    assert report.ok, str(report)
+    assert not report.differences
 
 
 @pytest.mark.medium
 def test_it_counts_what_it_compares(helper):
-    found = helper.verify(compiled(helper), *arguments(), seeds=2, steps=3)
-    assert (found.ok, found.results, found.seeds, found.steps) == (True, 8, 2, 3)
-    assert str(found).startswith(
+    report = helper.verify(compiled(helper), *arguments(), seeds=2, steps=3)
+    assert (report.ok, report.results, report.seeds, report.steps) == (True, 8, 2, 3)
+    assert str(report).startswith(
         'train_step on fsdp=4, tp=2 matches one device: 8 results, 3 consecutive steps, 2 seeds'
     )
-    assert 'argument of sqrt in test_verify.py' in str(found)
+    assert 'argument of sqrt in test_verify.py' in str(report)
 
 
 @pytest.mark.medium
@@ -102,8 +102,8 @@ def test_values_of_the_user_are_taken(helper):
         return x * jnp.where(on, count, 0) + jax.random.normal(key, x.shape)
 
     values = np.full((8, 4), 3.0, 'float32'), np.int32(7), jax.random.key(5), np.asarray(True)
-    found = helper.verify(helper.sjit(step, in_shardings=P()), *values, seeds=2)
-    assert found.ok, str(found)
+    report = helper.verify(helper.sjit(step, in_shardings=P()), *values, seeds=2)
+    assert report.ok, str(report)
     jax.effects_barrier()
     # Called on the mesh, and not on one device, where the step runs several times.
     assert len(seen) == 2
@@ -152,8 +152,8 @@ def test_modules_of_nnx(helper):
     model = flax_nnx.eval_shape(lambda: flax_nnx.Linear(8, 16, rngs=flax_nnx.Rngs(0)))
     optimizer = flax_nnx.eval_shape(lambda: flax_nnx.Optimizer(model, ADAM, wrt=flax_nnx.Param))
     compiled = nnx.sjit(helper, step, in_shardings=(RULE, RULE, P('fsdp')))
-    found = helper.verify(compiled, model, optimizer, S((16, 8), 'float32'), seeds=1)
-    assert found.ok, str(found)
+    report = helper.verify(compiled, model, optimizer, S((16, 8), 'float32'), seeds=1)
+    assert report.ok, str(report)
 
 
 @pytest.mark.medium
@@ -212,8 +212,8 @@ def sum_of_rows(x):
 )
 def test_code_that_uses_its_helper(make, axis_type):
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=axis_type)
-    found = helper.verify(helper.sjit(make(helper), in_shardings=P('fsdp')), S((16, 8), 'float32'), seeds=1)
-    assert found.ok, str(found)
+    report = helper.verify(helper.sjit(make(helper), in_shardings=P('fsdp')), S((16, 8), 'float32'), seeds=1)
+    assert report.ok, str(report)
 
 
 @pytest.mark.medium
@@ -223,8 +223,8 @@ def test_code_that_uses_its_helper(make, axis_type):
 def test_code_that_uses_a_helper_of_another_mesh(helper, make):
     other = MeshShardingHelper([8, 1], ['fsdp', 'tp'])
     step = helper.sjit(make(other), in_shardings=P('tp'))
-    found = helper.verify(step, S((16, 8), 'float32'), seeds=1)
-    assert found.ok, str(found)
+    report = helper.verify(step, S((16, 8), 'float32'), seeds=1)
+    assert report.ok, str(report)
 
 
 @pytest.mark.medium
@@ -241,14 +241,14 @@ def sum_along_another_axis(x):
 @pytest.mark.medium
 def test_a_step_that_is_a_shard_map_has_a_line(helper):
     mapped = helper.shard_map(sum_along_another_axis, P('fsdp'), P(), check_vma=False)
-    found = helper.verify(helper.sjit(mapped, in_shardings=P('fsdp')), S((16, 8), 'float32'), seeds=1)
-    assert not found.ok
+    report = helper.verify(helper.sjit(mapped, in_shardings=P('fsdp')), S((16, 8), 'float32'), seeds=1)
+    assert not report.ok
     first = sum_along_another_axis.__code__.co_firstlineno
-    assert found.first_difference.line == f'test_verify.py:{first + 1} sum_along_another_axis'
+    assert report.first_difference.line == f'test_verify.py:{first + 1} sum_along_another_axis'
     line = f'test_verify.py:{first + 2} sum_along_another_axis'
-    assert found.first_difference.device_dependent_ops == (f'psum along tp at {line}',)
+    assert report.first_difference.device_dependent_ops == (f'psum along tp at {line}',)
     assert f'(inside: psum along tp at {line}) is the first operation that differs' in ' '.join(
-        str(found).split()
+        str(report).split()
     )
 
 
@@ -261,15 +261,15 @@ def test_arguments_that_are_alike_do_not_hide_the_verdict(helper):
     others = {name: S((4 + i,), 'float32') for i, name in enumerate(names)}
     layers = [S((8, 8), 'float32')] * 90
     made = helper.sjit(step, in_shardings=(P(), P(), P('fsdp'), P()))
-    found = helper.verify(made, layers, others, S((16, 8), 'float32'), S((4,), 'int32'), seeds=1)
-    text = str(found).splitlines()
+    report = helper.verify(made, layers, others, S((16, 8), 'float32'), S((4,), 'int32'), seeds=1)
+    text = str(report).splitlines()
     assert text[0].startswith('step on fsdp=4, tp=2 matches one device')
     listed = text[text.index('Values of the arguments:') + 3 :]
     assert len(listed) == 11
     assert listed[0].startswith('rows '), listed  # it has a reason
     assert listed[1].split() == ['layers/{0..89}', 'float32[8,8]', 'number']
     assert listed[-1] == '... and 25 more'
-    assert len(found.arguments) == len(found.to_dict()['arguments']) == 124
+    assert len(report.arguments) == len(report.to_dict()['arguments']) == 124
 
 
 def test_shapes_that_depend_on_the_mesh(helper):
@@ -306,9 +306,9 @@ def test_numbers_of_python_in_a_state(helper):
     made = helper.sjit(step, in_shardings=(RULE, P('fsdp')))
     for count in (0, np.int64(0)):
         state = {'w': np.ones((8, 4), 'float32'), 'rate': 0.5, 'count': count}
-        found = helper.verify(made, state, np.ones((8,), 'float32'), seeds=2, steps=3)
-        assert found.ok, str(found)
-        assert found.steps == 3
+        report = helper.verify(made, state, np.ones((8,), 'float32'), seeds=2, steps=3)
+        assert report.ok, str(report)
+        assert report.steps == 3
 
 
 @pytest.mark.medium
@@ -317,8 +317,8 @@ def test_numbers_of_8_bits(helper):
         return (x.astype(w.dtype).astype('float32') @ w.astype('float32')).astype(w.dtype) + w[0]
 
     made = helper.sjit(step, in_shardings=(P(), P('fsdp')))
-    found = helper.verify(made, S((8, 4), jnp.float8_e4m3fn), S((16, 8), 'float32'), seeds=2)
-    assert found.ok, str(found)
+    report = helper.verify(made, S((8, 4), jnp.float8_e4m3fn), S((16, 8), 'float32'), seeds=2)
+    assert report.ok, str(report)
 
 
 @pytest.mark.medium
@@ -332,14 +332,14 @@ def test_types_that_follow_from_shardings_of_arguments():
 
         return jax.lax.scan(body, x, w)[0]
 
-    found = helper.verify(step, S((3, 8, 8), 'float32'), S((16, 8), 'float32'), seeds=1)
-    assert found.ok, str(found)
+    report = helper.verify(step, S((3, 8, 8), 'float32'), S((16, 8), 'float32'), seeds=1)
+    assert report.ok, str(report)
 
 
 def test_results_without_elements(helper):
     step = helper.sjit(lambda x: (x[:0], x), in_shardings=P('fsdp'))
-    found = helper.verify(step, S((8, 4), 'float32'), seeds=1)
-    assert found.ok, str(found)
+    report = helper.verify(step, S((8, 4), 'float32'), seeds=1)
+    assert report.ok, str(report)
 
 
 # --- What is not -------------------------------------------------------------------------------------
@@ -348,19 +348,19 @@ def test_results_without_elements(helper):
 @pytest.mark.medium
 def test_a_difference_is_named(helper):
     step, args = summed(helper)
-    found = helper.verify(step, *args)
-    assert not found.ok
-    [difference] = found.differences
+    report = helper.verify(step, *args)
+    assert not report.ok
+    [difference] = report.differences
     assert (difference.path, difference.array, difference.spec) == ('rows', 'float32[4]', P())
-    assert difference.seeds == found.seeds == 3
+    assert difference.seeds == report.seeds == 3
     assert difference.error > 1000 * difference.tolerance > 0
     assert difference.actual != difference.expected
-    assert (found.first_difference.primitive, found.first_difference.device_dependent_ops) == (
+    assert (report.first_difference.primitive, report.first_difference.device_dependent_ops) == (
         'shard_map',
         (),
     )
-    assert found.first_difference.line.startswith('test_verify.py:')
-    assert {ablation.change: ablation.still_differs for ablation in found.ablations}[
+    assert report.first_difference.line.startswith('test_verify.py:')
+    assert {ablation.change: ablation.still_differs for ablation in report.ablations}[
         'with no argument sharded along fsdp'
     ]
 
@@ -377,9 +377,9 @@ def test_the_first_operation_is_not_one_that_rounds_otherwise(helper):
     made = helper.sjit(step, in_shardings=(RULE, P('fsdp')), out_shardings=(RULE, P()))
     params = {'w': S((16, 32), 'float32'), 'v': S((32, 8), 'float32')}
     for seeds in (1, 2, 3):
-        found = helper.verify(made, params, S((32, 16), 'float32'), seeds=seeds)
-        assert [each.path for each in found.differences] == ['0/w']
-        assert found.first_difference.primitive == 'shard_map'
+        report = helper.verify(made, params, S((32, 16), 'float32'), seeds=seeds)
+        assert [each.path for each in report.differences] == ['0/w']
+        assert report.first_difference.primitive == 'shard_map'
 
 
 @pytest.mark.medium
@@ -422,8 +422,8 @@ def test_a_count_behind_a_sum_is_off_by_no_more_than_a_few(helper):
         return y, jax.shard_map(own, in_specs=P('fsdp'), out_specs=P(), check_vma=False)(y)
 
     made = helper.sjit(step, in_shardings=(P(), P('fsdp')))
-    found = helper.verify(made, S((8, 8), 'float32'), S((64, 8), 'float32'), seeds=1)
-    [difference] = found.differences
+    report = helper.verify(made, S((8, 8), 'float32'), S((64, 8), 'float32'), seeds=1)
+    [difference] = report.differences
     assert difference.path == '1'
     assert difference.error == abs(difference.actual - difference.expected)
 
@@ -442,11 +442,11 @@ def test_a_difference_of_later_steps(helper):
 
     state = np.int32(4), np.float32(0)
     made = helper.sjit(step, in_shardings=(RULE, P('fsdp')), out_shardings=(RULE, P()))
-    found = helper.verify(made, state, np.ones((8, 2), 'float32'), seeds=1, steps=3)
-    [difference] = found.differences
+    report = helper.verify(made, state, np.ones((8, 2), 'float32'), seeds=1, steps=3)
+    [difference] = report.differences
     assert (difference.path, difference.step) == ('0/1', 2)
-    assert found.first_difference is None
-    assert 'the results of the first step are equal' in found.why_not_localized
+    assert report.first_difference is None
+    assert 'the results of the first step are equal' in report.why_not_localized
 
 
 @pytest.mark.medium
@@ -478,12 +478,12 @@ def test_what_raises_on_the_mesh_alone(helper):
 
     once.trace = made.trace
     once.__wrapped__ = step
-    found = helper.verify(
+    report = helper.verify(
         once, {'a': S((8,), 'float32'), 'b': S((8,), 'float32')}, S((16, 4), 'float32'), seeds=1
     )
-    assert not found.ok
+    assert not report.ok
     assert 'step 2 raises on the mesh, but not on one device: RuntimeError: Array has been deleted' in str(
-        found
+        report
     )
 
 
@@ -495,10 +495,10 @@ def test_values_inside_are_compared_if_asked_for(helper):
 
     made = helper.sjit(step, in_shardings=P('fsdp'))
     assert helper.verify(made, S((16, 4), 'float32')).ok
-    found = helper.verify(made, S((16, 4), 'float32'), inside=True)
-    assert not found.ok
-    assert found.first_difference.primitive == 'shard_map'
-    assert 'the results are equal, but intermediate values are not' in str(found)
+    report = helper.verify(made, S((16, 4), 'float32'), inside=True)
+    assert not report.ok
+    assert report.first_difference.primitive == 'shard_map'
+    assert 'the results are equal, but intermediate values are not' in str(report)
 
 
 @pytest.mark.medium
@@ -509,10 +509,10 @@ def test_values_inside_that_cannot_be_compared(helper):
         return jnp.cumsum(x)
 
     assert helper.verify(step, placed, seeds=1).ok
-    found = helper.verify(step, placed, seeds=1, inside=True)
-    assert not found.ok
-    assert 'in 1 of 1 result; intermediate values were not compared' in str(found)
-    assert 'intermediate values were not compared: ArgumentError: step is not compiled' in str(found)
+    report = helper.verify(step, placed, seeds=1, inside=True)
+    assert not report.ok
+    assert 'in 1 of 1 result; intermediate values were not compared' in str(report)
+    assert 'intermediate values were not compared: ArgumentError: step is not compiled' in str(report)
 
 
 @pytest.mark.slow
@@ -528,10 +528,10 @@ def test_a_value_of_a_scan(helper):
         return jax.lax.scan(body, x, w)[0]
 
     made = helper.sjit(step, in_shardings=(P(), P('fsdp')))
-    found = helper.verify(made, S((3, 8, 8), 'float32'), S((16, 8), 'float32'))
-    assert found.first_difference.primitive == 'shard_map'
-    assert found.first_difference.difference.array == 'float32[3,16,8]'
-    assert len(found.first_difference.difference.index) == 3
+    report = helper.verify(made, S((3, 8, 8), 'float32'), S((16, 8), 'float32'))
+    assert report.first_difference.primitive == 'shard_map'
+    assert report.first_difference.difference.array == 'float32[3,16,8]'
+    assert len(report.first_difference.difference.index) == 3
 
 
 # --- What cannot be compared ------------------------------------------------------------------------
@@ -539,16 +539,16 @@ def test_a_value_of_a_scan(helper):
 
 def test_what_is_not_finite(helper):
     step = helper.sjit(lambda x: (jnp.log(-jnp.abs(x) - 1), x), in_shardings=P('fsdp'))
-    found = helper.verify(step, S((8, 4), 'float32'))
-    assert (found.ok, found.nonfinite, found.differences) == (False, ('0',), ())
-    assert 'not finite on one device: 0' in str(found)
+    report = helper.verify(step, S((8, 4), 'float32'))
+    assert (report.ok, report.nonfinite, report.differences) == (False, ('0',), ())
+    assert 'not finite on one device: 0' in str(report)
 
 
 def test_what_is_not_deterministic(helper):
     rng = np.random.default_rng(0)
     step = helper.sjit(lambda x: (x + rng.normal(), 2 * x), in_shardings=P('fsdp'))
-    found = helper.verify(step, S((8, 4), 'float32'))
-    assert (found.ok, found.nondeterministic, found.differences) == (False, ('0',), ())
+    report = helper.verify(step, S((8, 4), 'float32'))
+    assert (report.ok, report.nondeterministic, report.differences) == (False, ('0',), ())
 
 
 def test_a_callback_that_is_not_deterministic(helper):
@@ -558,8 +558,8 @@ def test_a_callback_that_is_not_deterministic(helper):
         return rng.normal(size=x.shape).astype(x.dtype)
 
     step = helper.sjit(lambda x: (jax.pure_callback(noise, x, x), 2 * x), in_shardings=P('fsdp'))
-    found = helper.verify(step, S((8, 4), 'float32'))
-    assert (found.ok, found.nondeterministic, found.differences) == (False, ('0',), ())
+    report = helper.verify(step, S((8, 4), 'float32'))
+    assert (report.ok, report.nondeterministic, report.differences) == (False, ('0',), ())
 
 
 def test_callbacks_with_results_are_refused(helper):
@@ -627,12 +627,12 @@ def test_the_assertion(helper):
 @pytest.mark.medium
 def test_json_and_pages(helper, tmp_path):
     step, args = summed(helper)
-    found = helper.verify(step, *args, seeds=1)
-    plain = json.loads(json.dumps(found.to_dict()))
+    report = helper.verify(step, *args, seeds=1)
+    plain = json.loads(json.dumps(report.to_dict()))
     assert plain['ok'] is False
     assert plain['differences'][0]['path'] == 'rows'
     assert plain['first_difference']['primitive'] == 'shard_map'
-    found.to_html(tmp_path / 'verified.html')
+    report.to_html(tmp_path / 'verified.html')
     page = (tmp_path / 'verified.html').read_text()
     assert 'does not match one device' in page
     assert 'float32[4]' in page
@@ -650,10 +650,10 @@ def test_what_ctrl_c_leaves(helper, monkeypatch):
         differing(self, seed, *args)
 
     monkeypatch.setattr(compare.Comparison, 'run', interrupted)
-    found = helper.verify(compiled(helper), *arguments())
-    assert (found.ok, found.interrupted, found.seeds) == (False, True, 1)
-    assert 'matches one device: 8 results' in str(found)
-    assert 'stopped early' in str(found)
+    report = helper.verify(compiled(helper), *arguments())
+    assert (report.ok, report.interrupted, report.seeds) == (False, True, 1)
+    assert 'matches one device: 8 results' in str(report)
+    assert 'stopped early' in str(report)
     assert calls == [0, 1]
     with pytest.raises(KeyboardInterrupt):
         assert_equal_to_one_device(compiled(helper), *arguments())
@@ -687,15 +687,15 @@ def large():
 def test_a_step_for_many_devices(by):
     helper = large()
     step, args = make_large(helper)
-    found = {
+    report = {
         'config': lambda: helper.verify(make_large, config=Config(), seeds=1),
         'maker': lambda: helper.verify(make_large, seeds=1),
         'arguments': lambda: helper.verify(step, *args, seeds=1),
     }[by]()
-    assert isinstance(found, VerificationReport)
-    assert found.ok, str(found)
-    assert found.mesh == {'fsdp': 4, 'tp': 2}
-    assert '16384 -> ' in found.downscaling[1]
+    assert isinstance(report, VerificationReport)
+    assert report.ok, str(report)
+    assert report.mesh == {'fsdp': 4, 'tp': 2}
+    assert '16384 -> ' in report.downscaling[1]
 
 
 def test_keywords_cannot_be_made_small():
@@ -706,10 +706,10 @@ def test_keywords_cannot_be_made_small():
 
 
 def test_a_step_without_results_is_not_equal(helper):
-    found = helper.verify(helper.sjit(lambda x: None, in_shardings=P('fsdp')), S((8, 4), 'float32'))
-    assert not found.ok
-    assert 'was not compared: ' in str(found)
-    assert 'it returns no arrays' in str(found)
+    report = helper.verify(helper.sjit(lambda x: None, in_shardings=P('fsdp')), S((8, 4), 'float32'))
+    assert not report.ok
+    assert 'was not compared: ' in str(report)
+    assert 'it returns no arrays' in str(report)
 
 
 @pytest.mark.medium

@@ -76,7 +76,7 @@ def options(**others):
 
 
 @pytest.fixture(scope='module')
-def found():
+def search_result():
     return autoshard(train_step, arguments(), **options(donate_argnums=0, memory=MEMORY))
 
 
@@ -89,34 +89,39 @@ def losses(step, state, tokens, count=10):
 
 
 @pytest.mark.slow
-def test_ten_steps_are_those_of_one_device(found):
+def test_ten_steps_are_those_of_one_device(search_result):
     tokens = jax.random.randint(jax.random.key(1), (64, 16), 0, 512)
-    helper = MeshShardingHelper([*found.mesh.values()], [*found.mesh], True)
+    helper = MeshShardingHelper([*search_result.mesh.values()], [*search_result.mesh], True)
     step = helper.sjit(
         train_step,
-        in_shardings=(found.rule, found.batch_spec),
-        out_shardings=(found.rule, None),
+        in_shardings=(search_result.rule, search_result.batch_spec),
+        out_shardings=(search_result.rule, None),
         batch_argnums=1,
     )
-    state = helper.shard(make_state(), found.rule)
+    state = helper.shard(make_state(), search_result.rule)
     one = losses(jax.jit(train_step), make_state(), tokens)
     np.testing.assert_allclose(losses(step, state, tokens), one, rtol=1e-4)
     assert one[-1] < one[0]
 
 
 @pytest.mark.medium
-def test_its_code_makes_the_program_of_the_plan(found):
+def test_its_code_makes_the_program_of_the_plan(search_result):
     scope = {'train_step': train_step}
-    exec(found.to_code(), scope)
-    assert scope['rule'] == found.rule and dict(scope['helper'].mesh.shape) == dict(found.mesh)
-    assert scope['helper'].plan(scope['step'], *arguments()).totals == found.plan.totals
-    assert eval(repr(found.rule), {'TreePathShardingRule': TreePathShardingRule, 'P': P}) == found.rule
-    assert len(found.rule.rules) <= 4
+    exec(search_result.to_code(), scope)
+    assert scope['rule'] == search_result.rule and dict(scope['helper'].mesh.shape) == dict(
+        search_result.mesh
+    )
+    assert scope['helper'].plan(scope['step'], *arguments()).totals == search_result.plan.totals
+    assert (
+        eval(repr(search_result.rule), {'TreePathShardingRule': TreePathShardingRule, 'P': P})
+        == search_result.rule
+    )
+    assert len(search_result.rule.rules) <= 4
 
 
 @pytest.mark.slow
-def test_its_code_offers_to_verify_the_step(found, capsys):
-    code, offer = found.to_code(), 'print(helper.verify(step, *arguments))'
+def test_its_code_offers_to_verify_the_step(search_result, capsys):
+    code, offer = search_result.to_code(), 'print(helper.verify(step, *arguments))'
     assert code.endswith(f'\n# {offer}\n')
     exec(code.replace(f'# {offer}', offer), {'train_step': train_step, 'arguments': arguments()})
     said = 'train_step on fsdp=8 matches one device: 9 results, 2 consecutive steps, 3 seeds\n'
@@ -124,25 +129,27 @@ def test_its_code_offers_to_verify_the_step(found, capsys):
 
 
 @pytest.mark.medium
-def test_what_it_says(found):
-    text = found.to_text(120)
+def test_what_it_says(search_result):
+    text = search_result.to_text(120)
     assert ' on 8 cpu devices, batch ' in text and ': fits (' in text
-    assert 'until nothing improved' in text and found.stop_reason == ''
+    assert 'until nothing improved' in text and search_result.stop_reason == ''
     assert 'to compare its results with one device: helper.verify(step, *arguments)' in text
-    assert found.fits is True and found.ideal_seconds is None
-    assert {group.name for group in found.groups} == {'0/layers/down', '0/layers/up', '0/embed'}
-    assert any(len(group.spec) for group in found.groups)
-    assert all(group.next_spec is not None and group.next_spec != group.spec for group in found.groups)
-    assert found.meshes[0].reason == '' and all(row.reason for row in found.meshes[1:])
-    assert found.meshes[0].mesh == found.mesh == {'fsdp': 8}
-    plain = json.loads(json.dumps(found.to_dict()))
-    assert plain['num_trials'] == found.num_trials and plain['rule'] == repr(found.rule)
+    assert search_result.fits is True and search_result.ideal_seconds is None
+    assert {group.name for group in search_result.groups} == {'0/layers/down', '0/layers/up', '0/embed'}
+    assert any(len(group.spec) for group in search_result.groups)
+    assert all(
+        group.next_spec is not None and group.next_spec != group.spec for group in search_result.groups
+    )
+    assert search_result.meshes[0].reason == '' and all(row.reason for row in search_result.meshes[1:])
+    assert search_result.meshes[0].mesh == search_result.mesh == {'fsdp': 8}
+    plain = json.loads(json.dumps(search_result.to_dict()))
+    assert plain['num_trials'] == search_result.num_trials and plain['rule'] == repr(search_result.rule)
 
 
 @pytest.mark.medium
-def test_no_neighbour_costs_less(found):
-    least = 0.002 * (found.overlapped_seconds + found.serial_seconds) / 2
-    assert all(group.extra_seconds >= -least or not group.next_fits for group in found.groups)
+def test_no_neighbour_costs_less(search_result):
+    least = 0.002 * (search_result.overlapped_seconds + search_result.serial_seconds) / 2
+    assert all(group.extra_seconds >= -least or not group.next_fits for group in search_result.groups)
 
 
 @pytest.mark.slow
@@ -220,8 +227,10 @@ def test_an_array_of_the_batch_without_rows_is_whole():
         return jnp.sum(jnp.tanh(x @ w) * jnp.sum(mask))
 
     w, x, mask = (jax.ShapeDtypeStruct(shape, 'float32') for shape in [(64, 64), (64, 64), (20, 20)])
-    found = autoshard(step, (w, x, mask), **options(batch_argnums=(1, 2), sizes={'tp': 1}))
-    assert found.batch_spec == P('fsdp') and 'in_shardings=(rule, batch, P())' in found.to_code()
+    search_result = autoshard(step, (w, x, mask), **options(batch_argnums=(1, 2), sizes={'tp': 1}))
+    assert (
+        search_result.batch_spec == P('fsdp') and 'in_shardings=(rule, batch, P())' in search_result.to_code()
+    )
 
 
 def test_filters_of_warnings_are_as_before():

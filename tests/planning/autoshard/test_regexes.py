@@ -62,10 +62,10 @@ def made_by(code: str) -> TreePathShardingRule:
 
 def state(params: Leaves, **moments: P) -> Leaves:
     """Params and a state of AdamW, whose *moments*, if given, have one spec each."""
-    found = {f'0/{path}': leaf for path, leaf in params.items()} | {'1/0/count': ((), P())}
+    result = {f'0/{path}': leaf for path, leaf in params.items()} | {'1/0/count': ((), P())}
     for name in ('mu', 'nu'):
-        found |= {f'1/0/{name}/{path}': (s, moments.get(name, spec)) for path, (s, spec) in params.items()}
-    return found
+        result |= {f'1/0/{name}/{path}': (s, moments.get(name, spec)) for path, (s, spec) in params.items()}
+    return result
 
 
 def decoder(layers: int, first: int = 0) -> Leaves:
@@ -320,8 +320,8 @@ def test_any_keys_resolve_as_asked(leaves: Leaves) -> None:
 @hypothesis.given(trees(NAMES))
 def test_keys_are_whole(leaves: Leaves) -> None:
     """A last key that only holds one of those of the leaves matches no end."""
-    *found, (_, default) = rows(leaves)
-    ends = [(regex, spec) for regex, spec in found if not regex.endswith('/')]
+    *result, (_, default) = rows(leaves)
+    ends = [(regex, spec) for regex, spec in result if not regex.endswith('/')]
     for path in leaves:
         for other in (f'{path}_', f'{path}/x{path.rpartition("/")[2]}'):
             assert given(other, [*ends, ('.*', default)]) == default
@@ -350,15 +350,15 @@ def test_rules_are_about_as_short_as_those_by_hand(model: Any) -> None:
     tree = params, jax.eval_shape(optax.adamw(1e-3).init, params)
     specs = jax.tree.leaves(model.columns_and_rows.apply(tree), is_leaf=lambda leaf: isinstance(leaf, P))
     named = NamedTree.of(tree)
-    found = rows(dict(zip(named.paths, zip(named.shapes, specs, strict=True), strict=True)))
+    result = rows(dict(zip(named.paths, zip(named.shapes, specs, strict=True), strict=True)))
     if 'LLaMA' in model.name:  # the catalogue's, for many models
-        assert len(found) <= 5
+        assert len(result) <= 5
     else:
         by_hand = model.columns_and_rows.rules
-        assert len(found) <= len(by_hand)
+        assert len(result) <= len(by_hand)
         # Those by hand stand for parts of keys; these are anchored, and name the `value` of nnx.
         allowed = sum(len(regex) + len('(^|/)()/value$') for regex, _ in by_hand)
-        assert sum(len(regex) for regex, _ in found) <= allowed
+        assert sum(len(regex) for regex, _ in result) <= allowed
 
 
 @pytest.mark.medium

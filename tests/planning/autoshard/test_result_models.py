@@ -27,7 +27,7 @@ def found_losses(model: Model) -> tuple[AutoShardingResult, list[float]]:
 
     shapes = jax.eval_shape(OPTIMIZER.init, params)
     state = params, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-    found = autoshard(
+    result = autoshard(
         step,
         (state, batch, key),
         batch_argnums=1,
@@ -37,19 +37,19 @@ def found_losses(model: Model) -> tuple[AutoShardingResult, list[float]]:
         budget_s=10,
     )
     scope: dict[str, Any] = {'step': step}
-    exec(found.to_code(), scope)
+    exec(result.to_code(), scope)
     state = scope['helper'].shard(state, scope['rule'])
     losses = []
     for i in range(10):
         state, loss = scope['step'](state, batch, jax.random.fold_in(key, i))
         losses.append(float(loss))
-    return found, losses
+    return result, losses
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', SEARCHED)
 def test_ten_steps_are_those_of_one_device(name: str) -> None:
-    found, losses = found_losses(MODELS[name])
-    assert math.prod(found.mesh.values()) == 8
-    wanted = ten_losses(MODELS[name], None, arguments(MODELS[name]))
-    np.testing.assert_allclose(losses, wanted, rtol=1e-4)
+    result, losses = found_losses(MODELS[name])
+    assert math.prod(result.mesh.values()) == 8
+    expected = ten_losses(MODELS[name], None, arguments(MODELS[name]))
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)

@@ -13,9 +13,9 @@ from tests.support import ROOT
 def test_the_page_shows_what_is_found():
     page = (ROOT / 'docs' / 'auto_sharding.md').read_text(encoding='utf-8')
     arguments = shapes(rows=64, layers=2, patches=16, channels=256)
-    found = autoshard(
+    result = autoshard(
         train_step, arguments, batch_argnums=1, donate_argnums=0, sizes={'tp': 1}, memory=16 * 2**20
     )
-    assert f'```text\n{found.to_code().strip()}\n```' in page
-    rows = [f'{group.name} {group.spec} | next best: {group.next_spec}' for group in found.groups]
+    assert f'```text\n{result.to_code().strip()}\n```' in page
+    rows = [f'{group.name} {group.spec} | next best: {group.next_spec}' for group in result.groups]
     assert '```text\n' + '\n'.join(rows) + '\n```' in page

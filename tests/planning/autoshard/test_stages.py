@@ -64,47 +64,47 @@ def found_for(*, hardware=SLOW, budget_s=600, keep=(), **options):
 
 
 @pytest.fixture(scope='module')
-def found():
+def result():
     return found_for()
 
 
-def test_over_a_slow_network_layers_are_stages(found):
-    assert found.pipeline is not None and found.pipeline.axis == 'data'
+def test_over_a_slow_network_layers_are_stages(result):
+    assert result.pipeline is not None and result.pipeline.axis == 'data'
     state, _ = arguments()
-    params, opt_state = found.rule.apply(state)
+    params, opt_state = result.rule.apply(state)
     # All that the loop runs over, the small ones and their statistics too; the head serves no layer.
     layers = [*params['layers'].values(), *opt_state[0].trace['layers'].values()]
     assert len(layers) == 6 and all(spec[0] == 'data' for spec in layers)
     assert 'data' not in params['head']
-    best, *others = found.meshes
-    assert best.pipeline == found.pipeline and [each.pipeline for each in others] == [None]
+    best, *others = result.meshes
+    assert best.pipeline == result.pipeline and [each.pipeline for each in others] == [None]
     assert others[0].mean_seconds > 2 * best.mean_seconds
 
 
 @pytest.mark.medium
-def test_its_code_makes_the_program_of_the_plan(found):
-    code = found.to_code()
-    assert f"    pipeline=Pipeline('data', {options_text(found.pipeline)}),\n" in code
+def test_its_code_makes_the_program_of_the_plan(result):
+    code = result.to_code()
+    assert f"    pipeline=Pipeline('data', {options_text(result.pipeline)}),\n" in code
     assert "# Found for 'v5e:2x2': it needs 8 such devices.\nhelper = MeshShardingHelper([" in code
     code = code.replace('MeshShardingHelper([', "MeshShardingHelper.from_topology('v5e:2x2', [")
     scope = {'train_step': train_step}
     exec(code.replace('dcn_axis_dims', 'num_slices=2, dcn_axis_dims'), scope)
-    assert scope['helper'].plan(scope['step'], *arguments(), quick=True).totals == found.plan.totals
+    assert scope['helper'].plan(scope['step'], *arguments(), quick=True).totals == result.plan.totals
 
 
 @pytest.mark.slow
-def test_its_steps_are_those_of_one_device(found):
+def test_its_steps_are_those_of_one_device(result):
     keys = iter(jax.random.split(jax.random.key(0), 8))
     shapes, x = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), arguments()), next(keys)
     params = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape) / 32, shapes[0][0])
     x = jax.random.normal(x, shapes[1].shape)
-    helper = MeshShardingHelper([*found.mesh.values()], [*found.mesh])
+    helper = MeshShardingHelper([*result.mesh.values()], [*result.mesh])
     step = helper.sjit(
         train_step,
-        in_shardings=(found.rule, found.batch_spec),
-        out_shardings=found.rule,
+        in_shardings=(result.rule, result.batch_spec),
+        out_shardings=result.rule,
         batch_argnums=1,
-        pipeline=found.pipeline,
+        pipeline=result.pipeline,
     )
     one, staged = (params, OPTIMIZER.init(params)), (params, OPTIMIZER.init(params))
     for _ in range(3):
@@ -113,33 +113,33 @@ def test_its_steps_are_those_of_one_device(found):
     assert not np.allclose(one[0]['head'], params['head'], rtol=1e-4, atol=1e-6)
 
 
-def test_it_shows_the_stages_and_is_saved(found):
-    mesh = f'data=2, fsdp=4; {options_text(found.pipeline)}'
-    text = found.to_text(160)
-    assert text.startswith(f'{mesh} on v5e:2x2') and mesh in html.unescape(found._repr_html_())
+def test_it_shows_the_stages_and_is_saved(result):
+    mesh = f'data=2, fsdp=4; {options_text(result.pipeline)}'
+    text = result.to_text(160)
+    assert text.startswith(f'{mesh} on v5e:2x2') and mesh in html.unescape(result._repr_html_())
     [up] = [line for line in text.splitlines() if line.startswith('0/layers/up ')]
     assert "P('data'," in up
-    saved = json.loads(json.dumps(found.to_dict()))
-    assert saved['pipeline'] == dataclasses.asdict(found.pipeline)
+    saved = json.loads(json.dumps(result.to_dict()))
+    assert saved['pipeline'] == dataclasses.asdict(result.pipeline)
 
 
 @pytest.mark.slow
 def test_over_a_fast_network_there_is_no_pipeline():
     fast = dataclasses.replace(SLOW, dcn_bytes_per_second=1e12)
-    found = found_for(hardware=fast, rows=2048)
-    assert found.pipeline is None and 'Pipeline' not in found.to_code()
-    assert {each.pipeline is None for each in found.meshes} == {True, False}
+    result = found_for(hardware=fast, rows=2048)
+    assert result.pipeline is None and 'Pipeline' not in result.to_code()
+    assert {each.pipeline is None for each in result.meshes} == {True, False}
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ('options', 'said'),
+    ('options', 'message'),
     [
         ({'layers': 3}, 'dimension 0 of size 3 does not divide by 2 (data=2)'),
         ({'keep': [('scale', P())]}, 'takes stacks that are sharded over'),
     ],
 )
-def test_what_cannot_be_a_pipeline_says_why(options, said):
-    found = found_for(**options)
-    [reason] = [each.reason for each in found.meshes if each.pipeline]
-    assert found.pipeline is None and said in reason
+def test_what_cannot_be_a_pipeline_says_why(options, message):
+    result = found_for(**options)
+    [reason] = [each.reason for each in result.meshes if each.pipeline]
+    assert result.pipeline is None and message in reason

@@ -75,8 +75,8 @@ def hostile():
     return SearchResult((best, Candidate(sizes, reason=HOSTILE)), HOSTILE)
 
 
-def written(found, folder, **options):
-    found.to_html(folder / 'search.html', **options)
+def written(result, folder, **options):
+    result.to_html(folder / 'search.html', **options)
     return (folder / 'search.html').read_text(encoding='utf-8')
 
 
@@ -103,8 +103,8 @@ def test_the_page_is_well_formed_and_self_contained(make, tmp_path):
 
 def test_words_of_the_page(tmp_path):
     text = written(search(), tmp_path)
-    said = [words.strip() for words in ET.fromstring(text).find('body').itertext() if words.strip()]
-    assert said[:1] == ['Meshes for step on v5e:2x4']
+    message = [words.strip() for words in ET.fromstring(text).find('body').itertext() if words.strip()]
+    assert message[:1] == ['Meshes for step on v5e:2x4']
     best = search().best
     roofline = best.roofline()
     for words in (
@@ -114,20 +114,20 @@ def test_words_of_the_page(tmp_path):
         roofline.bottleneck,
         f'{roofline.mfu:.1%}',
     ):
-        assert words in said
+        assert words in message
 
 
 def test_the_table(tmp_path):
-    found = search()
-    cells = columns(written(found, tmp_path))
-    assert cells['mesh'] == tuple(each.name for each in found.candidates)
+    result = search()
+    cells = columns(written(result, tmp_path))
+    assert cells['mesh'] == tuple(each.name for each in result.candidates)
     assert cells['memory'][2:] == ('20.0 GiB', '>30.0 GiB', '>31.0 GiB', '')
     assert cells['at least'][3:] == ('', '', '')
-    assert cells['outcome'] == ('best', *(each.reason for each in found.candidates[1:]))
+    assert cells['outcome'] == ('best', *(each.reason for each in result.candidates[1:]))
 
 
 @pytest.mark.parametrize(
-    ('found', 'said'),
+    ('result', 'message'),
     [
         (SearchResult((), 'v5e:2x4'), ['nothing planned', 'No mesh was planned.']),
         (
@@ -144,11 +144,11 @@ def test_the_table(tmp_path):
         ),
     ],
 )
-def test_what_a_reader_should_not_miss(found, said, tmp_path):
-    text = written(found, tmp_path)
-    for words in said:
+def test_what_a_reader_should_not_miss(result, message, tmp_path):
+    text = written(result, tmp_path)
+    for words in message:
         assert words in text, words
-    assert found._repr_html_()
+    assert result._repr_html_()
 
 
 def test_a_notebook_has_no_plans():
@@ -161,8 +161,8 @@ def test_a_notebook_has_no_plans():
 # --- In a browser ---------------------------------------------------------------------------------
 
 
-def opened(browser, found, folder, **window):
-    written(found, folder)
+def opened(browser, result, folder, **window):
+    written(result, folder)
     browser.open(folder / 'search.html', **window)
     return browser.driver.find_element(By.TAG_NAME, 'main')
 

@@ -43,10 +43,10 @@ def make_step(helper, rules=UP, width=1024, tokens=16384):
 @pytest.mark.parametrize('count', [1, 7, 8, 12, 64])
 @pytest.mark.parametrize('names', ['a', 'ab', 'abc'])
 def test_every_mesh_is_there_once(count, names):
-    found = [tuple(sizes.values()) for sizes in possible_meshes(count, names)]
+    result = [tuple(sizes.values()) for sizes in possible_meshes(count, names)]
     every = {sizes for sizes in _grid(range(1, count + 1), len(names)) if _product(sizes) == count}
-    assert len(found) == len(set(found))
-    assert set(found) == every
+    assert len(result) == len(set(result))
+    assert set(result) == every
 
 
 def _grid(values, times):
@@ -93,7 +93,7 @@ def test_constraints_that_are_none(constraints):
 
 
 @pytest.mark.parametrize(
-    ('arguments', 'error', 'said'),
+    ('arguments', 'error', 'message'),
     [
         ((make_step, 'v5e:2x2', 'fsdp'), MeshError, 'axis_names is a sequence of names, such as '),
         ((make_step, 'v5e:2x2', ['a', 'a']), MeshError, "axis names must differ, but ('a', 'a') repeats"),
@@ -101,10 +101,10 @@ def test_constraints_that_are_none(constraints):
         ((None, 'v5e:2x2', ['a']), ArgumentError, 'search takes a function first, which makes the step '),
     ],
 )
-def test_arguments_of_another_kind(arguments, error, said):
+def test_arguments_of_another_kind(arguments, error, message):
     with pytest.raises(error) as raised:
         search(*arguments)
-    assert str(raised.value).startswith(said)
+    assert str(raised.value).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -134,39 +134,43 @@ def test_a_function_with_other_parameters(function, options, called, why):
 
 
 @pytest.fixture(scope='module')
-def found():
+def result():
     return search(lambda helper: make_step(helper, tokens=10240), 'v5e:2x4', ['fsdp', 'tp'], full=1)
 
 
 @pytest.mark.slow
 @tpu_compiler.newest
-def test_all_meshes_are_planned_and_the_best_in_full(found):
-    assert {tuple(candidate.mesh.values()) for candidate in found.candidates} == {
+def test_all_meshes_are_planned_and_the_best_in_full(result):
+    assert {tuple(candidate.mesh.values()) for candidate in result.candidates} == {
         *((8, 1), (4, 2), (2, 4), (1, 8))
     }
-    assert [candidate.plan.quick for candidate in found.candidates] == [False, True, True, True]
-    assert found.best is found.candidates[0].plan
-    assert (found.interrupted, found.fits, found.candidates[0].reason) == (False, True, '')
-    means = [sum(candidate.plan.roofline().step_seconds) / 2 for candidate in found.candidates]
+    assert [candidate.plan.quick for candidate in result.candidates] == [False, True, True, True]
+    assert result.best is result.candidates[0].plan
+    assert (result.interrupted, result.fits, result.candidates[0].reason) == (False, True, '')
+    means = [sum(candidate.plan.roofline().step_seconds) / 2 for candidate in result.candidates]
     assert means[0] == min(means) and means[1:] == sorted(means[1:])
     # Both axes at work: neither gathers of whole weights nor sums of all tokens take long.
-    assert found.best.mesh == {'fsdp': 2, 'tp': 4}
-    assert all(candidate.reason.endswith('% slower') for candidate in found.candidates[1:])
-    [alone] = [candidate for candidate in found.candidates if candidate.mesh['tp'] == 8]
+    assert result.best.mesh == {'fsdp': 2, 'tp': 4}
+    assert all(candidate.reason.endswith('% slower') for candidate in result.candidates[1:])
+    [alone] = [candidate for candidate in result.candidates if candidate.mesh['tp'] == 8]
     assert alone.plan.roofline().bottleneck == 'ici:tp'
 
 
 @pytest.mark.medium
 @tpu_compiler.newest
-def test_the_table(found):
-    lines = found.to_text(120).splitlines()
+def test_the_table(result):
+    lines = result.to_text(120).splitlines()
     assert lines[0] == '4 meshes on v5e:2x4: 4 planned quickly, 1 in full'
     assert lines[2].split() == ['rank', 'mesh', 'seconds', 'at', 'least', 'bound', 'by', 'memory', 'outcome']
     assert lines[4].startswith('   1  fsdp=2, tp=4  ') and lines[4].endswith('  best (in full)')
     assert lines[8:] == ['Ranked by quick plans. search(..., full=3) compiles the best three in full.']
-    assert 'fsdp=2, tp=4' in found._repr_html_()
-    first = found.to_dict()['candidates'][0]
-    assert (first['mesh'], first['reason'], first['plan']) == ({'fsdp': 2, 'tp': 4}, '', found.best.to_dict())
+    assert 'fsdp=2, tp=4' in result._repr_html_()
+    first = result.to_dict()['candidates'][0]
+    assert (first['mesh'], first['reason'], first['plan']) == (
+        {'fsdp': 2, 'tp': 4},
+        '',
+        result.best.to_dict(),
+    )
 
 
 @pytest.mark.medium
@@ -220,8 +224,8 @@ def test_failures_and_interruptions(monkeypatch):
         return plan(step, quick=quick)
 
     monkeypatch.setattr(module, 'plan_lowered', failing)
-    found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], full=0)
-    assert [(candidate.name, candidate.reason) for candidate in found.candidates] == [
+    result = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], full=0)
+    assert [(candidate.name, candidate.reason) for candidate in result.candidates] == [
         ('fsdp=1, tp=4', ''),
         ('fsdp=4, tp=1', 'INTERNAL: the compiler fell over This is why'),
         ('fsdp=2, tp=2', 'ValueError: axis 0 of size 3 is not divisible by 2'),
@@ -264,12 +268,12 @@ def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
     with file.open('a') as out:  # as if it was killed while it wrote
         out.write(file.read_text()[:1000])
     stop_at = None
-    found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
+    result = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
     assert asked == [((4, 1), True), ((2, 2), True), ((1, 4), True), ((4, 1), False)]
-    assert (found.num_quick_plans, found.num_full_plans, found.num_cached_plans) == (1, 1, 2)
-    assert str(found).startswith('3 meshes on v5e:2x2: 1 planned quickly, 1 in full, 2 read from the file\n')
+    assert (result.num_quick_plans, result.num_full_plans, result.num_cached_plans) == (1, 1, 2)
+    assert str(result).startswith('3 meshes on v5e:2x2: 1 planned quickly, 1 in full, 2 read from the file\n')
     again = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
-    assert (len(asked), again.num_cached_plans) == (4, 4) and again.candidates == found.candidates
+    assert (len(asked), again.num_cached_plans) == (4, 4) and again.candidates == result.candidates
     # Another step, or other options of the compiler, are not in the file.
     only = {'constraints': {'tp': 1}, 'full': 0, 'file': file}
     search(lambda helper: make_step(helper, tokens=8192), 'v5e:2x2', ['fsdp', 'tp'], **only)
@@ -338,21 +342,21 @@ def _with_memory(monkeypatch, **shares):
 def test_near_the_limit_a_full_plan_decides(monkeypatch, quick, full):
     """A quick plan is not quite right: it may not say of what is near to the limit whether it fits."""
     asked = _with_memory(monkeypatch, quick=quick, full=0.9)
-    found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': 2}, full=full)
+    result = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': 2}, full=full)
     assert asked == [(2, 2, True), (2, 2, False)]
-    assert found.fits and not found.best.quick
-    assert (found.num_quick_plans, found.num_full_plans) == (1, 1)
+    assert result.fits and not result.best.quick
+    assert (result.num_quick_plans, result.num_full_plans) == (1, 1)
 
 
 @pytest.mark.medium
 @tpu_compiler.needed
 def test_far_from_the_limit_a_quick_plan_decides(monkeypatch):
     asked = _with_memory(monkeypatch, quick=0.9, full=0.9)
-    found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': 2})
-    assert asked == [(2, 2, True)] and found.fits and found.best.quick
+    result = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': 2})
+    assert asked == [(2, 2, True)] and result.fits and result.best.quick
     asked = _with_memory(monkeypatch, quick=1.2, full=1.2)
-    found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': 2})
-    assert [quick for *_, quick in asked] == [True] and not found.fits
+    result = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': 2})
+    assert [quick for *_, quick in asked] == [True] and not result.fits
 
 
 @pytest.mark.slow
@@ -360,19 +364,19 @@ def test_far_from_the_limit_a_quick_plan_decides(monkeypatch):
 @pytest.mark.parametrize(('full', 'made'), [(None, 1), (1, 1), (2, 2)])
 def test_no_more_full_plans_are_made_than_are_asked_for(monkeypatch, full, made):
     asked = _with_memory(monkeypatch, quick=1.05, full=0.9)
-    found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], full=full)
+    result = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], full=full)
     assert [quick for *_, quick in asked] == [True] * 3 + [False] * made
-    assert found.fits and found.num_full_plans == made
+    assert result.fits and result.num_full_plans == made
 
 
 @pytest.mark.medium
 @tpu_compiler.needed
 def test_full_plans_are_made_until_one_fits(monkeypatch):
     asked = _with_memory(monkeypatch, quick=0.95, full=1.05)
-    found = search(make_step, 'v5e:2x2', ['fsdp', 'tp'])
+    result = search(make_step, 'v5e:2x2', ['fsdp', 'tp'])
     assert [quick for *_, quick in asked] == [True] * 3 + [False] * 3
-    assert not found.fits and all(candidate.reason for candidate in found.candidates)
-    assert [candidate.plan.refusal for candidate in found.candidates] == ['RESOURCE_EXHAUSTED'] * 3
+    assert not result.fits and all(candidate.reason for candidate in result.candidates)
+    assert [candidate.plan.refusal for candidate in result.candidates] == ['RESOURCE_EXHAUSTED'] * 3
 
 
 # --- What is not compiled ------------------------------------------------------------------------
@@ -386,16 +390,16 @@ def test_what_cannot_fit_is_not_compiled(monkeypatch):
         rules = UP if helper.mesh.shape['tp'] > 1 else P()
         return make_step(helper, rules, width=65536, tokens=1024)
 
-    found = search(large, 'v5e:4x4', ['fsdp', 'tp'], constraints={'tp': [1, 4]})
-    assert asked == [(4, 4, True)] and (found.num_quick_plans, found.fits) == (1, True)
-    best, lost = found.candidates
+    result = search(large, 'v5e:4x4', ['fsdp', 'tp'], constraints={'tp': [1, 4]})
+    assert asked == [(4, 4, True)] and (result.num_quick_plans, result.fits) == (1, True)
+    best, lost = result.candidates
     assert (best.name, best.ruled_out, best.argument_bytes) == ('fsdp=4, tp=4', False, 4 * 2**30 + 2**25)
     assert (lost.plan, lost.ruled_out, lost.argument_bytes) == (None, True, 64 * 2**30 + 2**23)
     assert lost.reason == 'cannot fit: its arguments alone take 64.0 GiB of 15.8 GiB'
-    assert found.to_text(120).splitlines()[0] == (
+    assert result.to_text(120).splitlines()[0] == (
         '2 meshes on v5e:4x4: 1 planned quickly, 1 ruled out before compiling'
     )
-    assert '>64.0 GiB' in found.to_text(160) and lost.reason in found.to_text(160)
+    assert '>64.0 GiB' in result.to_text(160) and lost.reason in result.to_text(160)
 
 
 @tpu_compiler.needed
@@ -408,14 +412,14 @@ def test_what_reads_little_of_its_arguments_is_planned():
         fun = helper.sjit(lambda t, i: jnp.tanh(t[i]), in_shardings=(rules, P()), out_shardings=P())
         return fun, (table, row)
 
-    found = search(look_up, 'v5e:2x4', ['dp', 'tp'], constraints={'tp': [1, 8]})
-    assert found.num_quick_plans == 2 and not any(each.ruled_out for each in found.candidates)
-    assert [each.name for each in found.candidates] == ['dp=8, tp=1', 'dp=1, tp=8']  # nothing is gathered
+    result = search(look_up, 'v5e:2x4', ['dp', 'tp'], constraints={'tp': [1, 8]})
+    assert result.num_quick_plans == 2 and not any(each.ruled_out for each in result.candidates)
+    assert [each.name for each in result.candidates] == ['dp=8, tp=1', 'dp=1, tp=8']  # nothing is gathered
 
 
 @tpu_compiler.needed
-def test_bounds_are_bounds(found):
-    for candidate in found.candidates:
+def test_bounds_are_bounds(result):
+    for candidate in result.candidates:
         assert 0 < candidate.argument_bytes <= candidate.plan.memory.arguments
 
 
@@ -424,7 +428,7 @@ def test_bounds_are_bounds(found):
 
 @tpu_compiler.needed
 @pytest.mark.parametrize(
-    ('options', 'error', 'said'),
+    ('options', 'error', 'message'),
     [
         (
             {'num_slices': 2},
@@ -443,10 +447,10 @@ def test_bounds_are_bounds(found):
         ),
     ],
 )
-def test_what_cannot_be_asked(options, error, said):
+def test_what_cannot_be_asked(options, error, message):
     with pytest.raises(error) as raised:
         search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
-    assert str(raised.value) == said
+    assert str(raised.value) == message
 
 
 @tpu_compiler.needed
@@ -459,7 +463,7 @@ def test_an_unknown_topology():
 
 @tpu_compiler.needed
 def test_slices():
-    found = search(
+    result = search(
         make_step,
         'v5e:2x2',
         ['fsdp', 'tp'],
@@ -468,7 +472,7 @@ def test_slices():
         constraints={'tp': [1, 8]},
         full=0,
     )
-    by_mesh = {tuple(candidate.mesh.values()): candidate for candidate in found.candidates}
+    by_mesh = {tuple(candidate.mesh.values()): candidate for candidate in result.candidates}
     assert any(name.startswith('dcn:fsdp') for name in by_mesh[8, 1].plan.roofline().parts)
     # One axis of eight has no room for two slices along the other.
     assert by_mesh[1, 8].plan is None and '2 slices' in by_mesh[1, 8].reason
@@ -486,13 +490,13 @@ def test_nothing_found():
 
 @pytest.mark.medium
 def test_devices_that_are_here():
-    found = search(
+    result = search(
         lambda helper: make_step(helper, width=48, tokens=48),
         jax.devices()[:6],
         ['fsdp', 'tp'],
         constraints={'tp': [1, 2]},
     )
-    assert found.head == '2 meshes on 6 x cpu: 2 planned'
-    meshes = [(each.plan.mesh['fsdp'], each.plan.mesh['tp']) for each in found.candidates]
+    assert result.head == '2 meshes on 6 x cpu: 2 planned'
+    meshes = [(each.plan.mesh['fsdp'], each.plan.mesh['tp']) for each in result.candidates]
     assert sorted(meshes) == [(3, 2), (6, 1)]
-    assert found.best.devices == 6
+    assert result.best.devices == 6

@@ -57,7 +57,7 @@ def over_slices(sizes):
 
 
 @pytest.fixture(scope='module')
-def found():
+def result():
     return search(
         make_step,
         'v5e:2x2',
@@ -72,14 +72,14 @@ def found():
 
 
 @tpu_compiler.needed
-def test_over_a_slow_network_a_pipeline_wins(found):
-    assert [candidate.name for candidate in found.candidates] == [
+def test_over_a_slow_network_a_pipeline_wins(result):
+    assert [candidate.name for candidate in result.candidates] == [
         'stage=2, data=1, fsdp=4; num_microbatches=4',
         'stage=2, data=1, fsdp=4; num_microbatches=2',
         'stage=1, data=2, fsdp=4',
         'stage=2, data=1, fsdp=4; num_microbatches=5',
     ]
-    best, _, without, undivided = found.candidates
+    best, _, without, undivided = result.candidates
     assert (best.pipeline, without.pipeline) == (PARTS[1], None)
     assert 'dcn:data' in without.plan.roofline().parts and 'dcn:stage' in best.plan.roofline().parts
     assert undivided.plan is None and 'do not divide by 5 microbatches x 4 devices' in undivided.reason
@@ -87,16 +87,16 @@ def test_over_a_slow_network_a_pipeline_wins(found):
 
 @pytest.mark.medium
 @tpu_compiler.needed
-def test_it_shows_the_parts_and_is_saved(found):
-    assert 'stage=2, data=1, fsdp=4; num_microbatches=4' in found.to_text(160)
-    assert 'num_microbatches=4' in found._repr_html_()
-    saved = json.loads(json.dumps(found.to_dict()))['candidates']
+def test_it_shows_the_parts_and_is_saved(result):
+    assert 'stage=2, data=1, fsdp=4; num_microbatches=4' in result.to_text(160)
+    assert 'num_microbatches=4' in result._repr_html_()
+    saved = json.loads(json.dumps(result.to_dict()))['candidates']
     assert [each['pipeline'] for each in saved[:3:2]] == [dataclasses.asdict(PARTS[1]), None]
 
 
 @tpu_compiler.needed
-def test_given_numbers_are_those_of_its_plans(found):
-    plan = found.best
+def test_given_numbers_are_those_of_its_plans(result):
+    plan = result.best
     assert plan.hardware == SLOW and Plan.load(plan.to_json()) == plan
     assert plan.roofline().step_seconds.overlapped > plan.roofline('v5e').step_seconds.overlapped
 
@@ -107,27 +107,27 @@ def test_inside_a_slice_it_loses():
     def make(helper, pipeline):
         return make_step(helper, pipeline, rows=2048)
 
-    found = search(make, 'v5e:2x4', AXES, constraints=over_slices, pipelines=PARTS[:2], full=0)
-    assert [candidate.pipeline for candidate in found.candidates] == [None, PARTS[1], PARTS[0]]
+    result = search(make, 'v5e:2x4', AXES, constraints=over_slices, pipelines=PARTS[:2], full=0)
+    assert [candidate.pipeline for candidate in result.candidates] == [None, PARTS[1], PARTS[0]]
 
 
 @pytest.mark.medium
 @tpu_compiler.needed
 @pytest.mark.parametrize(
-    ('options', 'said'),
+    ('options', 'message'),
     [
         ({'layers': 3}, 'dimension 0 of size 3 does not divide by 2 (stage=2)'),
         ({'mixed': True}, 'cannot run on microbatches: sub uses a batch-wide sum'),
     ],
 )
-def test_what_cannot_be_a_pipeline_says_why(options, said):
+def test_what_cannot_be_a_pipeline_says_why(options, message):
     def make(helper, pipeline):
         return make_step(helper, pipeline, **options)
 
-    found = search(make, 'v5e:2x4', AXES, constraints=over_slices, pipelines=PARTS[1], full=0)
-    without, lost = found.candidates
+    result = search(make, 'v5e:2x4', AXES, constraints=over_slices, pipelines=PARTS[1], full=0)
+    without, lost = result.candidates
     assert without.reason == '' and lost.plan is None
-    assert said in lost.reason and '\n' not in lost.reason and 'What to do' not in lost.reason
+    assert message in lost.reason and '\n' not in lost.reason and 'What to do' not in lost.reason
 
 
 def llama(tokens):
@@ -137,10 +137,11 @@ def llama(tokens):
     return make
 
 
-def means(found):
+def means(result):
     """The seconds that a search makes small: without a pipeline, and with one."""
     seconds = {
-        bool(each.pipeline): objective_seconds(each.plan.roofline().step_seconds) for each in found.candidates
+        bool(each.pipeline): objective_seconds(each.plan.roofline().step_seconds)
+        for each in result.candidates
     }
     return seconds[False], seconds[True]
 
@@ -153,7 +154,7 @@ def means(found):
     [('v5e:4x4', 8, 512, 1.4, 1.8), ('v5p:4x4x4', 4, 1024, 0.6, 0.9)],
 )
 def test_8b_on_tpus(topology, slices, tokens, least, most):
-    found = search(
+    result = search(
         llama(tokens),
         topology,
         ['stage', 'data', 'fsdp', 'tp'],
@@ -163,7 +164,7 @@ def test_8b_on_tpus(topology, slices, tokens, least, most):
         pipeline=Pipeline('stage', 4 * slices, fsdp_gather='step'),
         full=0,
     )
-    without, pipeline = means(found)
+    without, pipeline = means(result)
     assert least < without / pipeline < most
 
 
@@ -172,7 +173,7 @@ def test_8b_on_tpus(topology, slices, tokens, least, most):
 @pytest.mark.parametrize(('cards', 'least', 'most'), [(0.5, 3, 4), (8, 0.8, 1)])
 def test_8b_on_nodes_of_gpus(cards, least, most):
     """One card of 200 Gb/s a node, and eight of 400 Gb/s."""
-    found = search(
+    result = search(
         llama(1024),
         'h100:4x8',
         ['stage', 'data', 'fsdp', 'tp'],
@@ -180,12 +181,12 @@ def test_8b_on_nodes_of_gpus(cards, least, most):
         pipeline=Pipeline('stage', 16),
         hardware=dataclasses.replace(HARDWARE['h100'], dcn_bytes_per_second=cards * 5e10),
     )
-    without, pipeline = means(found)
+    without, pipeline = means(result)
     assert least < without / pipeline < most
 
 
 @pytest.mark.parametrize(
-    ('options', 'said'),
+    ('options', 'message'),
     [
         (
             {'pipelines': 'stage'},
@@ -198,7 +199,7 @@ def test_8b_on_nodes_of_gpus(cards, least, most):
         ({'dcn_axis': ['stage', 'dta']}, "dcn_axis='dta' is not a mesh axis (did you mean 'data'?)"),
     ],
 )
-def test_bad_input(options, said):
+def test_bad_input(options, message):
     with pytest.raises(ArgumentError) as raised:
         search(make_step, 'v5e:2x2', AXES, **options)
-    assert str(raised.value) == said
+    assert str(raised.value) == message
