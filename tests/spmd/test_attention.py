@@ -126,7 +126,7 @@ def test_each_device_attends_in_its_own_examples(name):
 
 
 @pytest.mark.parametrize('name', TOGETHER)
-def test_what_is_not_apart_takes_all_examples(name):
+def test_dependent_examples_are_gathered(name):
     step, run = partitioned(TOGETHER[name], WEIGHTS, X)
     assert_equal(run(), jax.jit(TOGETHER[name])(WEIGHTS, X))
     gathered = collectives(step)['all_gather examples gathered for dot_product_attention_fwd_wrapper']

@@ -42,7 +42,7 @@ def axes(*args, fun=layer, **options):
         ({'in_shardings': (P(), ROWS), 'batch_argnames': 'x'}, ('fsdp',)),
     ],
 )
-def test_what_is_a_batch(options, expected):
+def test_batch_arguments(options, expected):
     assert axes(**options) == expected
 
 
@@ -74,7 +74,7 @@ def test_what_is_a_batch(options, expected):
         ),
     ],
 )
-def test_what_cannot_be_one(options, message):
+def test_arguments_that_cannot_be_a_batch(options, message):
     with pytest.raises(ArgumentError) as error:
         axes(**options)
     assert str(error.value) == message
@@ -86,7 +86,7 @@ def example_dims(compiled):
     return [batch.example_dim(i) for i in range(4)]
 
 
-def test_donated_arguments_are_batches_where_no_other_is():
+def test_donated_arguments_are_the_batch_if_no_others_are():
     def step(w, x, y, *, z):
         return layer(w, x) + y + z
 

@@ -118,7 +118,7 @@ def test_callbacks_see_all_examples_once(name, mesh):
 
 
 @each_mesh
-def test_all_bits_of_results_come_to_all_devices(mesh):
+def test_all_devices_get_all_bits_of_results(mesh):
     helper, spec = MESHES[mesh]
     step = helper.sjit(bits, in_shardings=(P(), spec), batch_argnums=1)
     _, results = jax.block_until_ready(step(W, X))
@@ -129,7 +129,7 @@ def test_all_bits_of_results_come_to_all_devices(mesh):
             assert np.asarray(shard.data).tobytes() == np.asarray(b).tobytes()
 
 
-def test_whether_they_nest_is_found_out_where_a_mesh_is_in_force():
+def test_nested_callbacks_are_probed_under_an_active_mesh():
     callbacks_nest.cache_clear()
     with jax.sharding.use_abstract_mesh(MESHES['hsdp'][0].mesh.abstract_mesh):
         inside = callbacks_nest()
@@ -149,7 +149,7 @@ def test_prints_are_those_of_one_device(capfd):
     assert capfd.readouterr().out == f'largest {np.abs(X).max():.4f} of 16\n'
 
 
-def test_one_for_blocks_runs_on_every_device():
+def test_partitioned_callbacks_run_on_every_device():
     helper, spec = MESHES['fsdp']
 
     def fun(w, x):
@@ -165,7 +165,7 @@ def test_one_for_blocks_runs_on_every_device():
 
 
 @pytest.mark.skipif(callbacks_nest(), reason='this JAX runs them there')
-def test_beside_other_axes_an_old_jax_leaves_the_step_to_the_compiler():
+def test_with_other_axes_callbacks_need_a_new_jax():
     helper, spec = MESHES['hsdp and tp']
     step = helper.sjit(debugged, in_shardings=(P(), spec), batch_argnums=1)
     with pytest.warns(
@@ -188,7 +188,7 @@ def told_by(fun, *, helper, spec):
 FALLS_BACK = 'It runs as jax.jit runs it, and the compiler alone decides how activations are sharded.'
 
 
-def test_one_in_order_leaves_the_step_to_the_compiler():
+def test_steps_with_ordered_callbacks_are_not_partitioned():
     """JAX itself refuses it on several devices."""
     helper, spec = MESHES['fsdp']
 
@@ -203,7 +203,7 @@ def test_one_in_order_leaves_the_step_to_the_compiler():
     )
 
 
-def test_arrays_that_change_in_place_leave_the_step_to_the_compiler():
+def test_steps_with_mutable_arrays_are_not_partitioned():
     helper, spec = MESHES['fsdp']
 
     def fun(w, x):
@@ -222,7 +222,7 @@ def test_arrays_that_change_in_place_leave_the_step_to_the_compiler():
 
 
 @pytest.mark.parametrize('mesh', ['fsdp', 'hsdp'])
-def test_who_asks_for_shardings_is_told_those_of_the_placements(mesh):
+def test_inspected_shardings_are_the_placements(mesh):
     helper, spec = MESHES[mesh]
     shardings = []
 
@@ -248,7 +248,7 @@ def test_who_asks_for_shardings_is_told_those_of_the_placements(mesh):
     np.testing.assert_allclose(result, jax.jit(fun)(W, X), rtol=1e-5)
 
 
-def test_a_sharding_along_other_axes_is_the_compilers():
+def test_the_compiler_decides_shardings_along_other_axes():
     helper, spec = MESHES['hsdp and tp']
 
     def fun(w, x):

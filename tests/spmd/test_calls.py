@@ -270,7 +270,7 @@ def no_array(w, x):
 
 
 @pytest.mark.parametrize('fun', [raised, concrete, no_array])
-def test_errors_are_those_of_a_function_that_is_not_partitioned(fun):
+def test_errors_are_the_same_as_without_partitioning(fun):
     errors = []
     for options in ({}, {'batch_argnums': ()}):
         with pytest.raises(Exception) as error:  # the two are compared

@@ -144,7 +144,7 @@ def test_muon_moves_each_matrix_twice(layers, stacked, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('transform', [newton_schulz, inverse_root, basis, whitened, polar])
-def test_functions_of_matrices_of_their_own(transform):
+def test_custom_matrix_functions(transform):
     """Where each layer has its own weights, three functions of each shape share the devices."""
     step, run, one_device = run_step(by_hand(transform), initial(2, False))
     assert of_the_optimizer(step).keys() == {'all_to_all'}
@@ -207,7 +207,7 @@ def of_two_weights(x):
 
 
 @pytest.mark.parametrize('transform', [mixing, running, of_two_weights])
-def test_matrices_that_are_mixed(transform):
+def test_functions_that_mix_matrices(transform):
     step, run, one_device = run_step(by_hand(transform), initial(3, True))
     assert not any(row.primitive == 'sharding_constraint' for row in step.collective_rows)
     with jax.default_matmul_precision('highest'):
@@ -264,7 +264,7 @@ UNLIKE = [twice, with_own_keys, with_callback, until_it_stays, with_a_scalar, on
 
 
 @pytest.mark.slow
-def test_functions_that_are_not_alike_for_stacks():
+def test_functions_that_depend_on_the_size_of_the_stack():
     """Each of two matrices, and one of zeros."""
     params = [x['up'] for x in initial(2, False)]
 

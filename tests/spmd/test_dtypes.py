@@ -64,7 +64,7 @@ def run(fun, w, x, helper=HELPER):
 
 @pytest.mark.parametrize('dtype', [*EXACT, *ROUNDED])
 @pytest.mark.sampled(3)
-def test_gathered_and_put_together(dtype):
+def test_gathers_and_joins(dtype):
     w, x = values(dtype, 16, 8), values(dtype, 16, 8)
 
     def fun(w, x):
@@ -85,7 +85,7 @@ def test_sums(dtype):
     assert_equal([a.astype(wide) for a in results], [b.astype(wide) for b in expected], 0.1)
 
 
-def test_the_largest_complex_number_is_that_of_all_examples():
+def test_the_largest_complex_number_of_all_examples():
     """Devices exchange no maximum of complex numbers."""
     x = values('complex64', 16, 8)
     [largest, _] = run(lambda w, x: (x.max(0), w), x, x)
@@ -93,7 +93,7 @@ def test_the_largest_complex_number_is_that_of_all_examples():
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
-def test_sums_beside_other_axes(dtype):
+def test_sums_with_other_axes(dtype):
     """XLA aborts on CPUs where it adds bfloat16 over some of the mesh axes."""
     w, x = values(dtype, 8, 8), values(dtype, 16, 8)
 

@@ -84,7 +84,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize('name', OTHERS)
-def test_indices_that_are_other_numbers_stay(name):
+def test_other_indices_stay_indices(name):
     jaxpr = jax.make_jaxpr(OTHERS[name])(CACHE, KEYS, AT)
     assert batch_example_indices(jaxpr, None) is jaxpr
     step = HELPER.sjit(OTHERS[name], in_shardings=(P('fsdp'),) * 3, batch_argnums=(0, 1, 2))

@@ -128,7 +128,7 @@ LOOPS = {
 
 
 @pytest.mark.parametrize('name', LOOPS)
-def test_each_device_runs_the_rounds_of_its_own_examples(name):
+def test_each_device_runs_the_iterations_of_its_own_examples(name):
     fun, expected = LOOPS[name]
     with jax.default_matmul_precision('highest'):
         step, run = partitioned(fun, W, X, HSDP if len(name) % 2 else FSDP)
@@ -180,7 +180,7 @@ IN_ORDER = {
 
 
 @pytest.mark.parametrize('name', IN_ORDER)
-def test_rounds_that_depend_on_each_other_stay_in_order(name):
+def test_dependent_iterations_stay_in_order(name):
     fun = IN_ORDER[name]
     with jax.default_matmul_precision('highest'):
         step, run = partitioned(fun, W, X)

@@ -74,7 +74,7 @@ def outer_product(w, v):
 
 
 @pytest.mark.parametrize('fun', [of_two_shapes, order_matters, returned, reversed_order, outer_product])
-def test_what_needs_the_order_is_flattened(fun):
+def test_reductions_that_depend_on_the_order_stay_flattened(fun):
     _, run = partitioned(lambda state, x: fun(*state), (W, V), array(8, 2))
     assert_equal(run(), fun(W, V), 1e-4)
 

@@ -80,7 +80,7 @@ def test_the_loss_and_the_gradient_of_the_last_weight_are_before_the_loop(optimi
     assert_equal(run(), jax.jit(optimized(apart))(state, batch))
 
 
-def test_a_key_for_the_next_step_is_finished_with_them():
+def test_a_key_for_the_next_step_is_finished_before_the_loop():
     def step(w, x):
         key, kept = jax.random.split(jax.random.key(w['seed'][0].astype('uint32')))
         x = x + jax.random.normal(key, x.shape)
@@ -93,7 +93,7 @@ def test_a_key_for_the_next_step_is_finished_with_them():
     assert_equal([gradient, data], [expected, expected_data])
 
 
-def test_a_gradient_of_two_terms_is_reduced_once_behind_the_loop():
+def test_a_gradient_of_two_terms_is_reduced_once_after_the_loop():
     state, batch = {'layers': array(3, 16, 16), 'in': array(16, 16)}, array(16, 16)
     step, run = partitioned(squared(tied), state, batch)
     before, _ = eqns_before_the_last_loop(step)
@@ -102,7 +102,7 @@ def test_a_gradient_of_two_terms_is_reduced_once_behind_the_loop():
     assert_equal(run(), jax.jit(squared(tied))(state, batch))
 
 
-def test_what_the_backward_pass_leaves_may_be_computed_behind_its_next_loop():
+def test_results_of_the_backward_pass_may_be_computed_after_its_next_loop():
     def two(w, x):
         return jnp.mean(layers(w['last'], jnp.tanh(layers(w['first'], x) @ w['between'])))
 

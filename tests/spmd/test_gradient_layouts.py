@@ -86,7 +86,7 @@ def test_gradients_are_reduced_to_the_layout_of_state_that_they_meet(name, mesh)
     assert_equal(run(), jax.jit(fun)(state, x), 5e-2 if name == 'half' else 1e-5)
 
 
-def test_what_is_said_of_results_counts_more_than_the_layout_of_state():
+def test_specified_result_shardings_override_the_layout_of_state():
     fun, state, _ = CASES['flat']
     count = len(jax.tree.leaves(state))
     step, run = partitioned(fun, state, array(16, 8), result_specs=[P()] * count + [None])

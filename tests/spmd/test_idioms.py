@@ -211,13 +211,13 @@ def check(fun, mesh):
     return step
 
 
-def test_programs_of_independent_examples_exchange_none():
+def test_programs_of_independent_examples_exchange_no_examples():
     assert exchanged(check(together(APART, APART_WITHOUT_GRADIENT), FSDP)) == set()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('mesh', [FSDP, TP], ids=['fsdp', 'tp'])
-def test_more_programs_exchange_none(mesh):
+def test_more_programs_exchange_no_examples(mesh):
     others = {} if mesh is FSDP else APART
     assert exchanged(check(together(MORE | others, WITHOUT_GRADIENT), mesh)) == set()
 
@@ -227,7 +227,7 @@ def test_programs_that_mix_examples_have_the_values_of_one_device():
 
 
 @pytest.mark.parametrize('name', MIXED)
-def test_operations_that_mix_examples_are_told(name):
+def test_operations_that_mix_examples_are_reported(name):
     fun, operations = MIXED[name]
     step, _ = partitioned(fun, W, X)
     assert {primitive for primitive, _ in exchanged(step)} == operations

@@ -159,7 +159,7 @@ def stacked(fun):
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize('is_gradient', [False, True], ids=['values', 'gradients'])
 @pytest.mark.parametrize('name', [*TAKEN, *OTHERS])
-def test_values_stay(name, is_gradient):
+def test_values_are_unchanged(name, is_gradient):
     fun = (TAKEN | OTHERS)[name]
     fun = gradient(fun) if is_gradient else fun
     rewritten, left = stacked(fun)
@@ -193,7 +193,7 @@ def test_examples_in_another_order_are_reported(name):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('take', [taken, looked_up])
-def test_a_gradient_of_its_own_is_kept(take):
+def test_a_custom_gradient_is_kept(take):
     """Also where the gradient is taken of the rewritten function."""
 
     def fun(w, x):
@@ -234,6 +234,6 @@ def test_scalars_have_no_rows():
     np.testing.assert_allclose(result, fun(jnp.asarray(X)), rtol=1e-5)
 
 
-def test_a_program_without_such_loops_is_the_same():
+def test_a_program_without_indexed_loops_is_unchanged():
     jaxpr = jax.make_jaxpr(lambda w, x: lax.scan(lambda c, row: (c, row @ w), 0.0, x))(W, X)
     assert with_stacks(jaxpr) is jaxpr

@@ -220,7 +220,7 @@ def test_each_device_runs_a_kernel_on_its_examples(name, mesh):
 
 
 @pytest.mark.parametrize('name', TOGETHER)
-def test_any_other_kernel_takes_all_examples(name):
+def test_other_kernels_gather_all_examples(name):
     step = check(TOGETHER[name])
     assert collectives(step) == {'all_gather examples gathered for pallas_call': 1}
 
@@ -286,7 +286,7 @@ def test_in_loops_checkpoints_and_custom_gradients():
     assert {kernel.params['grid_mapping'].grid for kernel in kernels(step)} == {(2,)}
 
 
-def test_a_cost_estimate_is_that_of_a_device():
+def test_a_cost_estimate_is_per_device():
     cost = pl.CostEstimate(flops=800, transcendentals=80, bytes_accessed=1600)
     fun = functools.partial(sines, cost_estimate=cost, interpret=False)  # not run: there is no TPU
     step, _ = partitioned(lambda _, x: fun(x), {}, ROWS)

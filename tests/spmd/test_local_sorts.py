@@ -293,14 +293,14 @@ def test_collectives_are_those_of_the_weights():
 
 
 @pytest.mark.parametrize('reduce', [jnp.sum, jnp.prod, jnp.max, jnp.min, jnp.mean, jnp.argmax])
-def test_columns_may_be_reduced(reduce):
+def test_feature_dims_may_be_reduced(reduce):
     def layer(w, rows, *more):
         return plain(w, rows * reduce(rows, -1, keepdims=True), *more)
 
     assert not moved(functools.partial(experts, layer=layer))
 
 
-def test_rows_that_are_put_back_by_a_gradient_of_their_own():
+def test_rows_restored_by_a_custom_gradient():
     """JAX replaces the call by what it runs where it derives the gradient, and nowhere else."""
     fun = functools.partial(experts, rows=rows_by_own_gradient, back=back_by_own_gradient)
     assert not moved(with_gradients(fun))

@@ -115,11 +115,11 @@ def test_values_are_those_of_one_device(fun, mesh):
     assert_equal(run(), jax.jit(fun)(W, X))
 
 
-def test_loops_that_count_rounds_of_each_example_exchange_nothing():
+def test_loops_that_count_iterations_per_example_exchange_nothing():
     step, _ = partitioned(counted_rounds, W, X)
     assert not step.collective_rows
 
 
-def test_weights_of_a_loop_of_each_example_are_gathered_before_it():
+def test_weights_of_a_loop_for_each_example_are_gathered_before_it():
     step, _ = partitioned(rounds_with_products_of_weights, W, X)
     assert [(row.kind, row.what) for row in step.collective_rows] == [('all_gather', 'weight')]

@@ -46,7 +46,7 @@ def extremes(x):
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16', 'float8_e5m2'])
-def test_extremes_of_numbers_are_those_of_one_device(dtype):
+def test_maxima_match_one_device(dtype):
     x = jnp.asarray(numbers(), dtype)
     function = extremes if dtype != 'float8_e5m2' else lambda x: (x.max(0), x.min(0))
     expected = jax.jit(function)(x)
@@ -58,21 +58,21 @@ def test_extremes_of_numbers_are_those_of_one_device(dtype):
         np.testing.assert_allclose(a, b, rtol=2e-2 if dtype != 'float32' else 1e-6, atol=1e-37)
 
 
-def test_an_extreme_is_one_reduction():
+def test_a_maximum_is_one_reduction():
     x = numbers()
     text = on_devices(lambda x: (x.max(0), x.min(0)), x).lower(x).as_text()
     assert text.count('"stablehlo.all_reduce"') == 2
     assert 'all_gather' not in text
 
 
-def test_gradients_of_extremes_are_those_of_one_device():
+def test_gradients_of_maxima_match_one_device():
     x = numbers()
     gradient = jax.grad(lambda x: (x.max(0) * jnp.arange(8.0)).sum() + x.min())
     np.testing.assert_allclose(on_devices(gradient, x)(x), jax.jit(gradient)(x), rtol=1e-6)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_extremes_along_two_axes_of_a_batch_with_tensor_parallelism(dtype):
+def test_maxima_along_two_batch_axes_with_tensor_parallelism(dtype):
     x = jnp.asarray(numbers(), dtype)
     helper = MeshShardingHelper([2, 2, 2], ['dp', 'fsdp', 'tp'])
     spec = P(('dp', 'fsdp'), 'tp')
@@ -81,7 +81,7 @@ def test_extremes_along_two_axes_of_a_batch_with_tensor_parallelism(dtype):
         np.testing.assert_array_equal(np.asarray(a, 'f'), np.asarray(b, 'f'))
 
 
-def test_bits_and_truth_values_are_reduced_alike():
+def test_bits_and_booleans_are_reduced():
     bits = np.random.default_rng(1).integers(0, 64, (16, 6)).astype('int32')
 
     def reductions(bits):

@@ -119,7 +119,7 @@ MOVED = {4: 'all_gather examples gathered for reshape', 8: 'all_to_all examples 
 @pytest.mark.parametrize('mesh, count', [('fsdp', 4), ('fsdp', 8), ('hsdp', 8)])
 @pytest.mark.parametrize('name', FUNCTIONS)
 @pytest.mark.sampled(6)
-def test_each_device_has_a_share_of_each_microbatch(name, count, mesh):
+def test_each_device_has_a_shard_of_each_microbatch(name, count, mesh):
     step = run(FUNCTIONS[name](count), SEVERAL[mesh])
     assert examples(step) == (set() if name == 'helper' else {MOVED[count]})
     expected = dict.fromkeys(NAMES, count) | {layer: times * count for layer, times in LAYERS.items()}
@@ -153,7 +153,7 @@ def one_weight(w, x):
 
 
 @pytest.mark.parametrize('option, times', [(None, 1), (False, 1), (True, 4)])
-def test_few_gradients_are_held(option, times):
+def test_few_gradients_stay_partial_until_the_end(option, times):
     w, x = np.ones((8, 8), 'float32'), np.ones((64, 8), 'float32')
     step, on_mesh = partitioned(
         one_weight,
@@ -166,7 +166,7 @@ def test_few_gradients_are_held(option, times):
     assert collectives(step)['reduce_scatter gradient of '] == times
 
 
-def test_a_sum_that_does_not_begin_at_zero_is_reduced_once():
+def test_a_sum_with_a_nonzero_initial_value_is_reduced_once():
     """What it begins with counts once, too."""
 
     def fun(w, x):
@@ -230,7 +230,7 @@ def updated_each_round(w, tokens):
     return w, values.sum()
 
 
-def test_a_loop_that_updates_weights_has_shares_of_microbatches():
+def test_a_loop_that_updates_weights_shards_its_microbatches():
     step = run(updated_each_round)
     assert examples(step) == {'all_to_all examples moved for scan'}
     assert reductions(step)["['head']"] == 8

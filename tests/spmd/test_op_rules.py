@@ -251,7 +251,7 @@ def run(equation, values, placements, results, parts, rng):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize('parts', [2, 4])
 @pytest.mark.parametrize('name', CASES)
-def test_results_of_blocks_are_blocks_of_results(name, parts):
+def test_results_on_local_shards_are_shards_of_the_results(name, parts):
     equation, rng = equation_of(name), np.random.default_rng(len(name))
     values = values_of(equation, name, rng)
     expected = rebind(equation, *map(jnp.asarray, values))

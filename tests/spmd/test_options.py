@@ -87,7 +87,7 @@ def test_weights_are_gathered_in_the_dtype_of_parameters(mesh):
         assert_equal(run(), jax.jit(sgd)(W, X), 1e-6)
 
 
-def test_weights_that_are_narrow_already_stay():
+def test_narrow_weights_are_not_cast():
     def cast(w, x):
         return x.astype(jnp.bfloat16) @ w['head'].astype(jnp.bfloat16)
 
@@ -145,7 +145,7 @@ def test_weights_are_kept_for_the_backward_pass():
     assert_equal(run(), jax.jit(sgd)(W, X))
 
 
-def test_weights_are_kept_beside_recomputation():
+def test_weights_are_kept_with_rematerialization():
     def remat(w, x):
         def loss(w):
             h = jax.checkpoint(lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w))(x, w['blocks'][0])
@@ -186,7 +186,7 @@ def test_gradients_of_microbatches(reduce_per_microbatch):
     assert_equal(run(), jax.jit(accumulated)(W, x))
 
 
-def test_functions_take_options_of_their_own_or_those_of_the_helper():
+def test_functions_use_their_own_options_or_those_of_the_helper():
     rule, batch = FSDPShardingRule(min_fsdp_size=1), P('fsdp')
     narrow = BatchPartitioning(reduce_dtype=jnp.bfloat16)
     by_default = MeshShardingHelper([8], ['fsdp'])
@@ -205,7 +205,7 @@ def test_functions_take_options_of_their_own_or_those_of_the_helper():
     assert dtypes(helper, partitioning=BatchPartitioning()) == {'float32'}
 
 
-def test_options_that_are_wrong():
+def test_invalid_options():
     with pytest.raises(ArgumentError, match=r'BatchPartitioning\(param_dtype=\.\.\.\) is a floating dtype'):
         BatchPartitioning(param_dtype=jnp.int8)
     with pytest.raises(ArgumentError, match=r"reduce_dtype=\.\.\.\) is a floating dtype .* got 'half a'"):

@@ -209,7 +209,7 @@ def test_shards_are_reduced_along_the_slow_axis():
     assert gradients == [('reduce_scatter', ('fsdp',), 512), ('all_reduce', ('replica',), 128)]
 
 
-def test_gradients_of_layers_are_reduced_in_their_round():
+def test_gradients_of_layers_are_reduced_in_their_iteration():
     loss, state, batch = CASES['depthwise']
     step, _ = partitioned(sgd(loss), state, batch)
     inside = [
@@ -246,7 +246,7 @@ MIXING = {
 
 
 @pytest.mark.parametrize('name', MIXING)
-def test_what_mixes_examples_is_reported(name):
+def test_mixed_examples_are_reported(name):
     w, x = array(8, 8), array(16, 8)
     step, run = partitioned(MIXING[name], w, x)
     assert collectives(step)[f'all_gather examples gathered for {name}'] == 1
@@ -321,7 +321,7 @@ def test_constraints_convert_values():
     assert_equal(run(), fun(w, x, lambda value, spec: value))
 
 
-def test_two_devices_exchange_what_is_half_zero():
+def test_two_devices_exchange_half_zeros():
     """XLA for CPUs refuses such an exchange if it sees the zeros."""
 
     def fun(w, x, at=lax.with_sharding_constraint):
@@ -359,7 +359,7 @@ def accumulated(layers):
     return step, [array(8, 8) for _ in range(layers)], array(32, 8)
 
 
-def test_a_loop_over_microbatches_of_a_small_network_holds_its_weights():
+def test_microbatches_of_a_small_network_keep_gathered_weights():
     fun, w, x = accumulated(2)
     step, run = partitioned(fun, w, x, result_specs=[state_spec((8, 8))] * 2)
     assert collectives(step) == {
@@ -370,7 +370,7 @@ def test_a_loop_over_microbatches_of_a_small_network_holds_its_weights():
     assert_equal(run(), jax.jit(fun)(w, x))
 
 
-def test_a_loop_over_microbatches_of_a_large_network_holds_no_weights():
+def test_microbatches_of_a_large_network_keep_no_gathered_weights():
     fun, w, x = accumulated(6)
     step, run = partitioned(fun, w, x, result_specs=[state_spec((8, 8))] * 6)
     # The backward pass begins with the last layer, and takes nothing of the first one.
@@ -417,7 +417,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize('name', FAILURES)
-def test_what_is_not_handled_is_refused(name):
+def test_unsupported_equations_are_refused(name):
     fun, why = FAILURES[name]
     with pytest.raises(CannotPartition) as caught:
         partitioned(fun, array(8, 8), array(16, 8))

@@ -115,7 +115,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize('source, target, steps', STEPS, ids=[f'{a}-{b}' for a, b, _ in STEPS])
-def test_steps_of_conversions(source, target, steps):
+def test_operations_of_conversions(source, target, steps):
     assert redistribute(source, target) == steps
 
 
@@ -131,7 +131,7 @@ JOINS = [
 
 
 @pytest.mark.parametrize('first, second, joined', JOINS, ids=str)
-def test_joined(first, second, joined):
+def test_join(first, second, joined):
     assert join(first, second) == joined
 
 

@@ -131,7 +131,7 @@ def test_values(name):
 
 
 @pytest.mark.parametrize('examples', [0, 8, 16, 24])
-def test_one_step_for_several_numbers_of_examples(examples):
+def test_one_step_for_several_batch_sizes(examples):
     x = np.resize(X, (examples, 16))
     fun = (lambda w, x: (x[::-1] @ w).sum()) if not examples else sgd
     step = step_of(fun)
@@ -211,7 +211,7 @@ def _compiled(fun, w, x):
 
 
 @pytest.mark.parametrize('name', WAYS)
-def test_ways_to_use_a_step(name):
+def test_ways_to_call_a_step(name):
     way, fun = WAYS[name]
     assert_values(way(step_of(fun))(W, X), way(fun)(W, X))
 

@@ -49,7 +49,7 @@ def test_rows_of_all_devices_in_groups(sizes, mesh):
         assert_equal(run(), jax.jit(fun)(WEIGHTS, ROWS))
 
 
-def test_sizes_of_groups_in_bytes():
+def test_group_sizes_of_dtype_uint8():
     rows, sizes = array(320, 8), np.asarray([200, 20, 100], 'uint8')
     _, run = partitioned(lambda w, x: layer(w, x, jnp.asarray(sizes)), WEIGHTS, rows)
     assert_equal(run(), layer(WEIGHTS, rows, jnp.asarray(sizes, 'int32')))

@@ -122,7 +122,7 @@ def test_a_step_that_resets_its_environments(minibatches, mesh):
     assert [row.count for row in before_loops] == [1, 1, 1]
 
 
-def test_a_shuffle_gives_each_device_its_share():
+def test_a_shuffle_shards_its_result():
     x = np.random.default_rng(0).normal(size=(64, 8)).astype('float32')
 
     def fun(key, x):

@@ -85,7 +85,7 @@ def sorting(w, x):
     return jnp.tanh(ordered) @ w
 
 
-def test_examples_that_are_gathered_and_what_all_devices_compute_of_them():
+def test_gathered_examples_and_the_redundant_work_on_them():
     report = compiled(sorting).explain_propagation(np.ones((WIDTH, WIDTH), 'float32'), X)
     [row] = report.gathered_examples
     assert row.reason == 'examples gathered for sort'
@@ -118,7 +118,7 @@ def test_replicated_state_is_updated_by_all_devices():
     assert all(work.of == 'replicated' for work in update)
 
 
-def test_a_step_that_is_not_partitioned_says_why():
+def test_an_unpartitioned_step_reports_the_reason():
     def writing(w, x):
         return jax.new_ref(2 * x)[...] @ w
 
@@ -132,7 +132,7 @@ def test_a_step_that_is_not_partitioned_says_why():
     assert off.explain_propagation(w, X).reason == 'batch_argnums=() turns it off'
 
 
-def test_a_gradient_outside_of_the_compiled_function_is_told():
+def test_a_gradient_outside_of_the_compiled_function_is_reported():
     function = compiled(loss, P())
     assert not function.explain_propagation(params(), X).gradient_outside
     jax.grad(function)(params(), X)
@@ -158,7 +158,7 @@ def test_files_and_pages(tmp_path):
     assert 'weight params/blocks for dot_general' in report._repr_html_()
 
 
-def test_collectives_whose_results_nothing_uses_are_left_out():
+def test_collectives_with_unused_results_are_left_out():
     def fun(w, x):
         jnp.sort(x, 0)
         return x @ w
@@ -167,7 +167,7 @@ def test_collectives_whose_results_nothing_uses_are_left_out():
     assert [row.what for row in partitioned_step.collective_rows] == ['weight']
 
 
-def test_collectives_of_results_of_calls_that_nothing_uses_are_left_out():
+def test_collectives_of_unused_results_of_calls_are_left_out():
     @jax.jit
     def moments(x):
         mean = jnp.mean(x)
@@ -183,7 +183,7 @@ def test_collectives_of_results_of_calls_that_nothing_uses_are_left_out():
     np.testing.assert_allclose(run()[0], np.zeros_like(X), atol=1e-5)
 
 
-def test_sums_over_state_are_told_from_those_over_examples():
+def test_sums_over_state_are_distinguished_from_sums_over_examples():
     @jax.jit
     def norm(w):
         return jnp.sqrt(jnp.sum(w**2))
@@ -200,7 +200,7 @@ def test_sums_over_state_are_told_from_those_over_examples():
     ]
 
 
-def test_reductions_tell_what_they_are_over():
+def test_reductions_report_what_they_reduce():
     """Also in loops, whose sums begin as zero."""
 
     def fun(ws, x):
@@ -221,7 +221,7 @@ def test_reductions_tell_what_they_are_over():
     )
 
 
-def test_a_barrier_hands_each_operand_on():
+def test_a_barrier_passes_each_operand_through():
     def fun(w, x):
         w, x = jax.lax.optimization_barrier((w, x))
         return jnp.sqrt(jnp.sum(w**2)), jnp.sqrt(jnp.sum(x**2))
@@ -286,7 +286,7 @@ def test_rows_of_a_table_are_named():
 
 
 @pytest.mark.parametrize('replicate', [True, False])
-def test_a_constraint_leaves_state_what_it_is(replicate):
+def test_a_constraint_keeps_state_marked_as_state(replicate):
     def fun(w, x):
         return x @ jax.lax.with_sharding_constraint(w['w'], P(None, 'fsdp'))
 
@@ -310,7 +310,7 @@ def test_axes_along_which_values_vary():
     assert not [*partitioned_step.redundancy]
 
 
-def test_operations_of_products():
+def test_flops_of_matmuls():
     x, kernel = jnp.ones((4, 8, 6)), jnp.ones((3, 2, 10))
 
     def conv(x, kernel):
@@ -326,7 +326,7 @@ def test_operations_of_products():
     assert matmul_flops(equation) == 0
 
 
-def test_collectives_beside_other_mesh_axes_are_told_apart():
+def test_collectives_with_other_mesh_axes_are_reported():
     """With tensor parallelism inside, a collective is in a call of its own, and has its number there."""
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
     rule = TreePathShardingRule(('.*', P(None, 'fsdp', 'tp')))

@@ -75,14 +75,14 @@ def test_gradients_by_the_path_of_their_weights():
     assert states_of(fun, params, X, batch=[1]) == [[], ['params/a/w'], ['params/b/0'], ['params/b/1']]
 
 
-def test_several_weights_that_may_be_meant_are_all_told():
+def test_all_weights_that_may_match_are_reported():
     def fun(w, v, x):
         return jax.grad(lambda w, v: jnp.mean(x @ w @ v), (0, 1))(w, v)
 
     assert states_of(fun, W, V, X, batch=[2]) == [['w', 'v']] * 2
 
 
-def test_another_array_of_the_type_of_a_weight_is_none():
+def test_another_array_with_the_type_of_a_weight_is_not_the_weight():
     assert states_of(lambda w, x: (x @ w, x.T @ x), W, X, batch=[1]) == [[], []]
     assert result_states(jax.make_jaxpr(jnp.sin)(W), [None], ['']) == [ResultState()]
 
@@ -127,7 +127,7 @@ TREES = {
 
 @pytest.mark.parametrize('fun', [jax.grad(forward), jax.value_and_grad(forward), with_aux, clipped])
 @pytest.mark.parametrize('tree', TREES)
-def test_gradients_of_which_nothing_is_said_have_the_layout_of_their_weights(fun, tree):
+def test_gradients_without_a_specified_sharding_have_the_layout_of_their_weights(fun, tree):
     params = TREES[tree]
 
     def step(params, x):
@@ -151,7 +151,7 @@ def test_gradients_of_which_nothing_is_said_have_the_layout_of_their_weights(fun
     assert_equal(jax.tree.leaves(results), jax.jit(step)(params, X))
 
 
-def test_a_sharding_that_is_said_of_a_gradient_holds():
+def test_a_specified_sharding_of_a_gradient_is_kept():
     helper = MeshShardingHelper([8], ['fsdp'])
     function = helper.sjit(
         jax.grad(forward), in_shardings=(FSDP, P('fsdp')), out_shardings=P(), batch_argnums=1

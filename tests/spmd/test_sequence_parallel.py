@@ -87,7 +87,7 @@ def test_positions_are_those_of_all_tokens():
         (lambda w, x: jnp.take_along_axis(x, jnp.argsort(x * w, 1), 1), None),
     ],
 )
-def test_what_works_along_time_gathers_and_is_reported(fun, count):
+def test_operations_along_time_gather_and_are_reported(fun, count):
     step = run(fun, np.float32(0.5), array(4, TOKENS, 3))
     counts = collectives(step)
     assert counts

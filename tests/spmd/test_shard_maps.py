@@ -145,7 +145,7 @@ def test_values_of_a_step(name, check_vma):
     assert bool(mapped) == bool(manual and 'tp' in manual)
 
 
-def test_one_inside_another():
+def test_nested_shard_maps():
     def inner(x):
         return lax.psum(x, 'tp') + lax.pmean(x, 'fsdp')
 
@@ -169,7 +169,7 @@ def wide(w, x):
 
 
 @pytest.mark.parametrize('keeps', ['each layer', 'a rematerialized loop', 'what is used as well'])
-def test_backward_passes_take_what_forward_passes_keep(keeps):
+def test_backward_passes_use_the_blocks_of_residuals(keeps):
     specs = {'a': P(None, 'tp'), 'b': P('tp')}
 
     def step(w, x):
@@ -196,7 +196,7 @@ def test_backward_passes_take_what_forward_passes_keep(keeps):
     )
 
 
-def test_blocks_go_from_one_shard_map_to_another_and_are_joined_for_others():
+def test_blocks_pass_from_one_shard_map_to_another_and_are_joined_for_other_uses():
     def step(w, x):
         specs = {'a': P(None, 'tp'), 'b': P('tp')}
         first = jax.shard_map(

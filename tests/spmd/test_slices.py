@@ -32,7 +32,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize('dim', [0, 1], ids=['examples', 'features'])
-def test_what_is_sent(dim):
+def test_collectives_of_slices(dim):
     with jax.enable_x64(True):
         sent = {
             name: collectives(partitioned(fun, W, X, batch_dim=dim)[0])

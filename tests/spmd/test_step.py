@@ -139,7 +139,7 @@ def test_a_decoder(name):
         assert a.sharding.is_equivalent_to(sharding, a.ndim)
 
 
-def test_a_step_that_is_not_handled_runs_as_it_is():
+def test_an_unsupported_step_runs_unpartitioned():
     helper = MeshShardingHelper([8], ['fsdp'])
 
     def step(w, x):
@@ -171,7 +171,7 @@ def test_a_gradient_around_a_step_is_right():
     np.testing.assert_allclose(step(w, x), value(w, x), rtol=1e-6)
 
 
-def test_a_mistake_of_the_partitioner_ends_no_program(monkeypatch):
+def test_a_partitioner_error_does_not_end_the_program(monkeypatch):
     def failing(*_, **__):
         raise IndexError('no such number')
 
@@ -187,7 +187,7 @@ def test_a_mistake_of_the_partitioner_ends_no_program(monkeypatch):
     ]
 
 
-def test_a_function_with_a_partitioning_of_its_own_runs_on_blocks():
+def test_a_function_with_custom_partitioning_runs_on_local_shards():
     def double(x):
         return x * 2
 
@@ -203,7 +203,7 @@ def test_a_function_with_a_partitioning_of_its_own_runs_on_blocks():
     np.testing.assert_allclose(step(x), 2 * np.sin(x), rtol=1e-6)
 
 
-def test_a_bug_of_the_partitioner_is_told_as_one(monkeypatch):
+def test_a_partitioner_bug_is_reported_as_a_bug(monkeypatch):
     def broken(op):
         raise KeyError('no such rule')
 

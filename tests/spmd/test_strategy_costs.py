@@ -134,7 +134,7 @@ def test_many_examples_stay_and_state_is_gathered(name):
     assert not [row.reason for row in step.collective_rows if row.what == 'examples']
 
 
-def test_state_that_a_loop_takes_is_gathered_once_for_all_rounds():
+def test_loop_invariant_state_is_gathered_once_for_all_iterations():
     def loss(w, x):
         def cell(h, _):
             return jnp.tanh(h @ w['h']), None
@@ -146,7 +146,7 @@ def test_state_that_a_loop_takes_is_gathered_once_for_all_rounds():
 
 
 @pytest.mark.parametrize('form', ['dg,bd->bg', 'gd,bd->bg'])
-def test_gradients_that_a_loop_adds_up_are_reduced_behind_it(form):
+def test_gradients_that_a_loop_accumulates_are_reduced_after_it(form):
     def loss(w, x):
         def cell(h, _):
             return jnp.tanh(jnp.einsum(form, w['h'], h)), None

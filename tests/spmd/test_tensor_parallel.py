@@ -117,7 +117,7 @@ def test_dimensions_along_other_axes(fun, expected):
     assert auto_shardings.of(jaxpr.jaxpr.outvars[0]) == expected
 
 
-def test_a_function_that_is_called_in_two_ways_says_nothing():
+def test_a_function_called_with_two_shardings_is_ambiguous():
     jaxpr = jax.make_jaxpr(shared(jnp.add))(jnp.ones((8, 8)))
     auto_shardings = AutoShardings(jaxpr, [(('tp',), ())], {'tp': 2})
     [inner, *_] = [x.params['jaxpr'].jaxpr for x in jaxpr.jaxpr.eqns if x.primitive.name == 'jit']
@@ -178,7 +178,7 @@ def test_one_dimension_over_both_axes(spec, mesh):
         assert result.sharding.is_equivalent_to(expected, 2), result.sharding
 
 
-def test_axes_of_one_device_are_no_trouble():
+def test_axes_of_size_one():
     mesh = {'replica': 1, 'fsdp': 8, 'tp': 1}
     specs = [P('fsdp', 'tp'), P('tp', 'fsdp')]
     step, _ = run_momentum(mlp, WEIGHTS, array(8, 8), specs, mesh, batch_specs=[P(('replica', 'fsdp'))])
@@ -253,7 +253,7 @@ def test_shardings_of_a_jit_inside_are_constraints():
     assert_equal(run(), np.tanh(x @ w))
 
 
-def test_results_are_where_their_specs_say():
+def test_results_have_their_specs():
     def fun(w, x):
         return jnp.tanh(x @ w), jnp.tanh(w)
 
@@ -271,7 +271,7 @@ ROUNDS = {'tp': (TP, P('fsdp')), 'features': (FSDP, P(None, 'fsdp'))}
 
 
 @pytest.mark.parametrize('name', ROUNDS)
-def test_devices_run_a_loop_that_ends_for_each_example_alike(name):
+def test_devices_run_a_loop_with_a_test_for_each_example_equally_long(name):
     """Else they would run different numbers of rounds, in which they or the compiler exchange something."""
 
     def fun(w, x):

@@ -25,7 +25,7 @@ def other(name):
     return primitive
 
 
-def test_all_examples_are_gathered_for_primitives_with_names_of_jax():
+def test_primitives_that_reuse_names_of_jax_gather_all_examples():
     """In one step, and each is told."""
     primitives = [other(name) for name in TABLED]
 

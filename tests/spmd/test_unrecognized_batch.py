@@ -52,7 +52,7 @@ def product(w, x):
 
 
 @each_case
-def test_who_asks_for_partitioning_is_told_once(helper, options, why, remedy):
+def test_a_request_for_partitioning_warns_once(helper, options, why, remedy):
     step = helper.sjit(lambda w, x: product(w, x), partitioning=BatchPartitioning(), **options)
     with pytest.warns(PartitioningWarning) as warned:
         step.trace(W, X)
@@ -65,7 +65,7 @@ def test_who_asks_for_partitioning_is_told_once(helper, options, why, remedy):
 
 
 @each_case
-def test_who_asks_for_nothing_reads_it_in_the_report(helper, options, why, remedy):
+def test_without_a_request_the_report_gives_the_reason(helper, options, why, remedy):
     step = helper.sjit(product, **options)
     report = step.explain_propagation(W, X)
     assert (report.axes, report.reason) == ((), f'{why}; {remedy}')
@@ -73,7 +73,7 @@ def test_who_asks_for_nothing_reads_it_in_the_report(helper, options, why, remed
 
 
 @pytest.mark.medium
-def test_plans_say_it():
+def test_plans_report_it():
     helper, options, why, remedy = CASES['rules alone']
     plan = helper.plan(helper.sjit(product, **options), W, X)
     assert ' '.join(str(plan).split()).endswith(f' not partitioned along its batch: {why}; {remedy}')
@@ -88,13 +88,13 @@ def test_plans_say_it():
     ],
     ids=['turned off', 'partitioned', 'one device'],
 )
-def test_nobody_is_told_of_what_is_meant(helper, options):
+def test_no_warning_for_deliberate_choices(helper, options):
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         helper.sjit(product, partitioning=BatchPartitioning(), **options).trace(W, X)
 
 
-def test_a_helper_partitions_what_has_a_batch_and_is_quiet_about_the_rest():
+def test_a_helper_partitions_functions_with_a_batch_and_ignores_others():
     helper = MeshShardingHelper([8], ['fsdp'], partitioning=BatchPartitioning())
     with warnings.catch_warnings():
         warnings.simplefilter('error')

@@ -89,7 +89,7 @@ def test_values_are_placed_where_users_say():
 
 
 @pytest.mark.parametrize('spec', MOVES, ids=str)
-def test_what_moves_is_told(spec):
+def test_moved_examples_are_reported(spec):
     """Nothing is compiled here."""
     kinds = {
         name: {kind: 0 for kind, _ in moved(HELPER.sjit(placing(name, spec), **SHARDINGS), W, X)}
@@ -135,7 +135,7 @@ def test_a_batch_begins_again_where_users_place_it():
     assert not is_on_examples(step, W, X)
 
 
-def test_a_round_places_what_it_carries():
+def test_an_iteration_constrains_its_carry():
     def fun(w, x):
         def step(c, _):
             return jnp.tanh(with_sharding_annotation(c, 'rows') @ w), None
@@ -146,7 +146,7 @@ def test_a_round_places_what_it_carries():
     assert is_on_examples(step, W, X)
 
 
-def test_weights_that_are_placed_are_no_examples():
+def test_constrained_weights_are_not_examples():
     def fun(w, x):
         weights = with_sharding_constraint(w, ROWS), PLACED['shard_map'](w, ROWS)
         return [jnp.tanh(weight @ weight) for weight in weights], x
@@ -157,7 +157,7 @@ def test_weights_that_are_placed_are_no_examples():
     assert not moved(step, W, X)
 
 
-def test_one_function_is_placed_in_one_place_only():
+def test_a_single_function_is_distributed_to_one_device():
     def fun(w, x):
         placed = jax.jit(jnp.matmul, out_shardings=sharding(P()))(x, w)
         return placed, jax.jit(jnp.matmul)(x, w), jax.device_put(x) @ w

@@ -88,7 +88,7 @@ def test_values_of_a_step_that_makes_its_batch(function):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('function', [constrained_inside, annotated_inside])
-def test_a_batch_that_is_made_inside_is_the_batch_if_it_is_constrained(function):
+def test_a_batch_created_inside_is_recognized_if_it_is_constrained(function):
     plan = HELPER.plan(from_key(function), params(), jax.random.key(0))
     assert moved_bytes(plan) <= training_bytes()
 

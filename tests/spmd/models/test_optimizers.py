@@ -60,7 +60,7 @@ def test_values_of_preconditioned_gradients(decompose):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('decompose, routine', DECOMPOSITIONS.values(), ids=DECOMPOSITIONS)
-def test_each_device_decomposes_its_share_of_the_matrices(decompose, routine):
+def test_each_device_decomposes_some_of_the_matrices(decompose, routine):
     program = optimizer_step(decompose).lower(*arguments()).compile().as_text()
     calls = re.findall(rf'f32\[([\d,]*){WIDTH},{WIDTH}\][^\n]*custom_call_target="[^"]*{routine}', program)
     matrices = [int(batch.strip(',') or 1) for batch in calls]
@@ -107,6 +107,6 @@ def test_values_of_clipped_gradients(norm):
 
 
 @pytest.mark.medium
-def test_a_norm_of_a_flattened_gradient_moves_what_a_sum_of_squares_moves():
+def test_a_norm_of_a_flattened_gradient_sends_as_much_as_a_sum_of_squares():
     flat, squared = (HELPER.plan(clipping_step(norm), *MLP.types()) for norm in (flat_norm, squared_norm))
     assert moved_bytes(flat) <= moved_bytes(squared)
