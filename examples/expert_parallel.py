@@ -118,9 +118,7 @@ def main(tokens: int = 512, devices: int | None = None, seed: int = 0) -> float:
     mesh_devices = choose_devices(devices)
     helper = MeshShardingHelper([1 if len(mesh_devices) % 2 else 2, -1], ['dp', EXPERT], devices=mesh_devices)
     if tokens % len(mesh_devices):
-        raise app.UsageError(
-            f'--tokens {tokens} do not divide over {len(mesh_devices)} devices: take a multiple of it.'
-        )
+        raise app.UsageError(f'--tokens {tokens} is not a multiple of {len(mesh_devices)} devices.')
     first, second = jax.random.split(jax.random.key(seed))
     params = init_params(first, experts=2 * helper.mesh.shape[EXPERT], width=32, hidden=64)
     batch = jax.random.normal(second, (tokens, 32))

@@ -138,9 +138,7 @@ def main(sequence: int = 512, devices: int | None = None, seed: int = 0) -> floa
     helper = MeshShardingHelper([-1], [SEQUENCE], devices=choose_devices(devices))
     size = helper.mesh.size
     if sequence % size:
-        raise app.UsageError(
-            f'--sequence {sequence} does not divide over {size} devices: take a multiple of it.'
-        )
+        raise app.UsageError(f'--sequence {sequence} is not a multiple of {size} devices.')
     keys = jax.random.split(jax.random.key(seed), 3)
     inputs = [np.asarray(jax.random.normal(key, (2, sequence, 4, 16))) for key in keys]
 

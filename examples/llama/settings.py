@@ -128,9 +128,8 @@ def sharding_problems(options: Options, strategy: Strategy, axes: Mapping[str, i
         if sizes[dimension] % parts:
             flag = FLAGS.get(dimension, dimension)
             yield (
-                f'{flag} {sizes[dimension]} does not divide over mesh axis '
-                f'{", ".join(mesh_axes)} of {parts} devices: make it a multiple of {parts}, '
-                'or change --mesh or --devices'
+                f'{flag} {sizes[dimension]} cannot be sharded over {parts} devices '
+                f'({", ".join(mesh_axes)}): make it a multiple of {parts}, or change --mesh or --devices'
             )
     if strategy.pipeline is not None:
         yield from stage_problems(options, strategy, strategy.pipeline, axes)
@@ -140,14 +139,14 @@ def stage_problems(
     options: Options, strategy: Strategy, pipeline: Pipeline, axes: Mapping[str, int]
 ) -> Iterator[str]:
     """Yields the problems of a pipeline: layers or a batch that are not divisible."""
-    count, layers, parts = axes[pipeline.axis], options.model.layers, pipeline.num_microbatches
+    count, layers, microbatches = axes[pipeline.axis], options.model.layers, pipeline.num_microbatches
     if layers % count:
-        yield f'--layers {layers} do not divide into {count} stages: make it a multiple of {count}'
-    examples = parts * math.prod(axes[axis] for axis in strategy.data_axes if axis != pipeline.axis)
+        yield f'--layers {layers} cannot be divided into {count} stages: make it a multiple of {count}'
+    examples = microbatches * math.prod(axes[axis] for axis in strategy.data_axes if axis != pipeline.axis)
     if options.batch_size % examples:
         yield (
-            f'--batch_size {options.batch_size} does not divide into {parts} microbatches, which are split '
-            f'over the devices of a stage: make it a multiple of {examples}, or change --microbatches'
+            f'--batch_size {options.batch_size} cannot be divided into {microbatches} microbatches, each sharded over '
+            f'the devices of a stage: make it a multiple of {examples}, or change --microbatches'
         )
 
 

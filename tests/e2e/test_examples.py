@@ -443,9 +443,9 @@ def test_settings_that_do_not_fit_are_refused_all_at_once() -> None:
         '  --width 128 is not a multiple of --heads 3',
         '  --heads 3 is not a multiple of --kv_heads 2',
         '  --dropout 1.0 leaves nothing: give less than 1',
-        '  --batch_size 6 does not divide over mesh axis fsdp of 4 devices: make it a multiple of 4, '
+        '  --batch_size 6 cannot be sharded over 4 devices (fsdp): make it a multiple of 4, '
         'or change --mesh or --devices',
-        '  --heads 3 does not divide over mesh axis tp of 2 devices: make it a multiple of 2, '
+        '  --heads 3 cannot be sharded over 2 devices (tp): make it a multiple of 2, '
         'or change --mesh or --devices',
     ]
 
@@ -456,8 +456,8 @@ def test_what_does_not_divide_into_stages_is_refused() -> None:
     with pytest.raises(app.UsageError) as error:
         settings.check_settings(options, strategy, {'stage': 2, 'fsdp': 2, 'tp': 2})
     assert str(error.value).splitlines()[1:] == [
-        '  --layers 3 do not divide into 2 stages: make it a multiple of 2',
-        '  --batch_size 16 does not divide into 5 microbatches, which are split over the devices of a stage: '
+        '  --layers 3 cannot be divided into 2 stages: make it a multiple of 2',
+        '  --batch_size 16 cannot be divided into 5 microbatches, each sharded over the devices of a stage: '
         'make it a multiple of 10, or change --microbatches',
     ]
 

@@ -139,4 +139,4 @@ def test_main_says_what_is_sent(capsys):
 def test_what_does_not_divide_is_refused():
     with pytest.raises(app.UsageError) as error:
         expert_parallel.main(tokens=97)
-    assert str(error.value) == '--tokens 97 do not divide over 8 devices: take a multiple of it.'
+    assert str(error.value) == '--tokens 97 is not a multiple of 8 devices.'

@@ -155,4 +155,4 @@ def test_main_says_what_is_sent(capsys):
 def test_what_does_not_divide_is_refused():
     with pytest.raises(app.UsageError) as error:
         ring_attention.main(sequence=97)
-    assert str(error.value) == '--sequence 97 does not divide over 8 devices: take a multiple of it.'
+    assert str(error.value) == '--sequence 97 is not a multiple of 8 devices.'
