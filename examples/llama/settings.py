@@ -145,8 +145,8 @@ def stage_problems(
     examples = microbatches * math.prod(axes[axis] for axis in strategy.data_axes if axis != pipeline.axis)
     if options.batch_size % examples:
         yield (
-            f'--batch_size {options.batch_size} cannot be divided into {microbatches} microbatches, each sharded over '
-            f'the devices of a stage: make it a multiple of {examples}, or change --microbatches'
+            f'--batch_size {options.batch_size} cannot be divided into {microbatches} microbatches, each '
+            f'sharded over the devices of a stage: make it a multiple of {examples}, or change --microbatches'
         )
 
 
