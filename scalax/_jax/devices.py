@@ -1,4 +1,4 @@
-"""What devices say of themselves, and in which order they make a mesh."""
+"""Properties of devices, and their order in a mesh."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from jax.experimental import mesh_utils
 
 
 def devices_of(platform: str) -> tuple[Sequence[Any], str]:
-    """The devices of a platform, with what JAX says where it has none.
+    """Returns the devices of a platform, and JAX's message if it has none.
 
-    Relies on a RuntimeError where JAX has no such platform, was told to use others, or cannot open it.
+    Relies on a RuntimeError if JAX has no such platform, is configured for others, or cannot open it.
     """
     try:
         return jax.devices(platform), ''
@@ -22,10 +22,9 @@ def devices_of(platform: str) -> tuple[Sequence[Any], str]:
 
 
 def slice_of(device: Any) -> int | None:
-    """The slice of a TPU, or the NVLink domain of a GPU; None if a device does not say. CPU devices say 0.
+    """Returns the slice of a TPU, or the NVLink domain of a GPU; 0 for CPUs; None if it is unknown.
 
-    Relies on *slice_index*, and on the first of the *coords* of GPUs: those that are not here are all in
-    slice 0.
+    Relies on *slice_index*, and on the first of the *coords* of GPUs: unattached GPUs have slice index 0.
     """
     if _is_gpu(device) and (coords := getattr(device, 'coords', None)):
         return int(coords[0])
@@ -34,7 +33,7 @@ def slice_of(device: Any) -> int | None:
 
 
 def coords_of(device: Any) -> tuple[int, ...]:
-    """Where the chip of a TPU is in the torus; empty of others. Relies on *coords*, which GPUs have, too."""
+    """Returns the coordinates of a TPU in the torus; an empty tuple for others. Relies on *coords*."""
     return () if _is_gpu(device) else tuple(getattr(device, 'coords', None) or ())
 
 
@@ -43,15 +42,15 @@ def _is_gpu(device: Any) -> bool:
 
 
 def core_of(device: Any) -> int:
-    """The number of a device on its chip. Relies on *core_on_chip*."""
+    """Returns the index of a device on its chip. Relies on *core_on_chip*."""
     return int(getattr(device, 'core_on_chip', None) or 0)
 
 
 def mesh_order(sizes: Sequence[int], devices: Sequence[Any], split: bool) -> np.ndarray:
-    """Devices in the order in which ``mesh_utils.create_device_mesh`` lays them out.
+    """Returns devices in the order of ``mesh_utils.create_device_mesh``.
 
-    Relies on an AssertionError about devices that fill no box of the physical mesh, such as the first three
-    of a TPU slice, for which it knows no layout: they are used in the order given.
+    Relies on an AssertionError about devices that do not fill a box of the physical mesh, such as the first
+    three of a TPU slice. They keep their order.
 
     Raises:
         NotImplementedError: an axis needs a part of a physical axis, and *split* is false.

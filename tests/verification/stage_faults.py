@@ -74,7 +74,7 @@ def microbatches_back_in_another_order(helper: MeshShardingHelper) -> Step:
 
 @seeded(
     ('grad',),
-    (pipelines, '_added', lambda before, x, fact, turn: before + x if fact == SUM else x),
+    (pipelines, '_accumulate', lambda before, x, fact, turn: before + x if fact == SUM else x),
     mesh=STAGES,
 )
 def sums_of_idle_ticks(helper: MeshShardingHelper) -> Step:
@@ -82,7 +82,7 @@ def sums_of_idle_ticks(helper: MeshShardingHelper) -> Step:
     return staged(helper, lambda x, w: (block(x, w), None))
 
 
-@seeded(('grad',), (pipelines, '_from', lambda x, has_it, pipeline: x), mesh=STAGES | {'stage': 4})
+@seeded(('grad',), (pipelines, '_broadcast', lambda x, is_source, pipeline: x), mesh=STAGES | {'stage': 4})
 def results_of_the_last_stage_on_it_alone(helper: MeshShardingHelper) -> Step:
     """The other stages go on with what they have in place of the results of the last one."""
     return staged(helper, lambda x, w: (block(x, w), None), layers=4)
@@ -103,7 +103,7 @@ def running_sums_over_rows(helper: MeshShardingHelper) -> Step:
     return staged(helper, lambda x, w: (block(x, w) + jnp.cumsum(x, 0), None))
 
 
-@seeded(('grad',), (pipelines._Ticks, '_sent', lambda self, x: x), mesh=STAGES)
+@seeded(('grad',), (pipelines._Ticks, '_send', lambda self, x: x), mesh=STAGES)
 def stage_that_sends_nothing(helper: MeshShardingHelper) -> Step:
     """Each stage goes on with what it gave itself."""
     return staged(helper, lambda x, w: (block(x, w), None))

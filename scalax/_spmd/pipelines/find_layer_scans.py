@@ -1,4 +1,4 @@
-"""Where the batch is in the values of a step, and layers that are sharded over an axis of stages."""
+"""Finder of the scans over layers that are sharded over the axis of stages, and of batch dimensions."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from scalax._jaxpr.abstract_interpreter import AbstractInterpreter
 from scalax._jaxpr.dim_rules import dim_rule
 from scalax._jaxpr.dim_sharding import UNSHARDED, DimSharding, merged, of_dims
 
-ROWS, LAYERS, _MINOR = 'rows', 'layers', 'minor'
+BATCH, LAYERS, _MINOR_BATCH = 'batch', 'layers', 'minor batch'
+"""Marks of the batch dimension, and of a dimension of layers that are sharded over the axis of stages."""
 
 
 class LayerScanFinder(AbstractInterpreter[DimSharding]):
-    """Which dimensions have rows, and which have layers; in place of mesh axes, a sharding has these marks.
+    """Marks the dimensions of the batch and of layers, in `DimSharding`s with marks in place of mesh axes.
 
-    They are hints: what a pipeline computes does not depend on them.
+    Marks are hints: the result of a pipeline does not depend on them.
 
     Args:
         jaxpr: the jaxpr.
-        arguments: the marks of its arguments. Others than `ROWS` and `LAYERS` tell where a stack is from.
+        arguments: the marks of its arguments. A mark other than `BATCH` and `LAYERS` identifies the argument
+            that a stack comes from.
 
     Attributes:
-        loops: the loops over layers, by the ids of their equations.
+        loops: the scans over layers, by equation id.
     """
 
     def __init__(self, jaxpr: Any, arguments: Sequence[DimSharding]) -> None:
@@ -31,17 +33,21 @@ class LayerScanFinder(AbstractInterpreter[DimSharding]):
         self.loops: dict[int, Any] = {}
         self.eval_jaxpr(jaxpr, arguments)
 
+    def batch_dim(self, atom: Any) -> int | None:
+        """Returns the batch dimension of a value; None if it has none."""
+        return next((dim for dim, marks in enumerate(self.of(atom)) if BATCH in marks), None)
+
     def eval_primitive(
         self, name: str, equation: Any, operands: Sequence[DimSharding]
     ) -> Sequence[DimSharding]:
         results = dim_rule(equation).propagate(operands) or [UNSHARDED] * len(equation.outvars)
-        return [*map(_first_of_each, results)]
+        return [*map(_with_unique_marks, results)]
 
-    def join(self, facts: Sequence[DimSharding]) -> DimSharding:
-        return merged(facts, max(map(len, facts)))
+    def join(self, values: Sequence[DimSharding]) -> DimSharding:
+        return merged(values, max(map(len, values)))
 
     def element_of(self, stack: DimSharding) -> DimSharding:
-        return _first_of_each(stack[1:])
+        return _with_unique_marks(stack[1:])
 
     def stack_of(self, element: DimSharding) -> DimSharding:
         return ((), *element) if element else UNSHARDED
@@ -51,26 +57,28 @@ class LayerScanFinder(AbstractInterpreter[DimSharding]):
         if not any(LAYERS in stack[0] for stack in loop.split(operands)[2] if stack):
             return results
         self.loops[id(equation)] = equation
-        stacks = zip(results[loop.num_carry :], equation.outvars[loop.num_carry :], strict=True)
-        of_layers = [
-            merged([of_dims({0: (LAYERS,)}, len(shape_of(var))), each], len(shape_of(var)))
-            for each, var in stacks
+        ys = zip(results[loop.num_carry :], equation.outvars[loop.num_carry :], strict=True)
+        ys_of_layers = [
+            merged([of_dims({0: (LAYERS,)}, len(shape_of(var))), marks], len(shape_of(var)))
+            for marks, var in ys
         ]
-        return [*results[: loop.num_carry], *of_layers]
+        return [*results[: loop.num_carry], *ys_of_layers]
 
 
-def _first_of_each(sharding: DimSharding) -> DimSharding:
-    """Returns a sharding whose marks are in one dimension each, the first one.
+def _with_unique_marks(sharding: DimSharding) -> DimSharding:
+    """Keeps each mark in the first dimension that has it only.
 
-    Where a reshape splits the batch dimension, a loop may take the first of the new ones apart, as
-    microbatches: the minor one is noted, and has the rows of what the loop takes.
+    If a reshape splits the batch dimension into microbatches, a loop may run over the first of the new
+    dimensions. The second one is marked as minor, and becomes the batch dimension of an element.
     """
     used: set[str] = set()
-    found = []
+    dims = []
     for marks in sharding:
-        known = [mark for mark in marks if mark not in used]
-        found.append((_MINOR,) if ROWS in marks and ROWS in used and _MINOR not in used else tuple(known))
-        used.update(marks, found[-1])
-    if ROWS not in used:
-        found = [tuple([ROWS if mark == _MINOR else mark for mark in marks]) for marks in found]
-    return tuple(found) if any(found) else UNSHARDED
+        is_minor_batch = BATCH in marks and BATCH in used and _MINOR_BATCH not in used
+        dims.append(
+            (_MINOR_BATCH,) if is_minor_batch else tuple([mark for mark in marks if mark not in used])
+        )
+        used.update(marks, dims[-1])
+    if BATCH not in used:
+        dims = [tuple([BATCH if mark == _MINOR_BATCH else mark for mark in marks]) for marks in dims]
+    return tuple(dims) if any(dims) else UNSHARDED

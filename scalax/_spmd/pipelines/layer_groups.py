@@ -1,4 +1,8 @@
-"""The groups of layers that stages of a pipeline store, and those that they run."""
+"""Exchange of layer groups between the stages that store them and the stages that run them.
+
+With several repeats, a stage runs several groups of layers that are not neighbors, but the rule stores
+neighboring layers on a stage.
+"""
 
 from __future__ import annotations
 
@@ -13,55 +17,77 @@ from scalax._spmd.pipelines.summary import pipeline_scope
 
 
 def reorder_layer_groups(
-    local: Any, axis: str, stages: int, rounds: int, line: str, *, dim: int = 0, back: bool = False
+    local_layers: Any,
+    axis: str,
+    num_stages: int,
+    num_repeats: int,
+    line: str,
+    *,
+    dim: int = 0,
+    to_storage: bool = False,
 ) -> Any:
-    """Returns the layers that a stage runs, of those that stages store, in code of one device; or back.
+    """Returns the layers that a stage runs from the layers that it stores, in manual code.
 
     Args:
-        local: the layers of a stage, in the dimension *dim*.
+        local_layers: the layers of the stage.
         axis: the mesh axis of the stages.
-        stages: how many there are.
-        rounds: how many groups of layers a stage holds.
-        line: the line of the loop.
+        num_stages: the number of stages.
+        num_repeats: the number of groups of layers on each stage.
+        line: the source line of the loop.
         dim: the dimension of the layers.
-        back: whether the layers are those that the stage ran, and those that it stores are returned.
+        to_storage: whether the inverse is computed: *local_layers* are those that the stage ran.
     """
     stage = jax.lax.axis_index(axis)
-    groups = local.reshape(*local.shape[:dim], rounds, -1, *local.shape[dim + 1 :])
-    found = jnp.zeros_like(groups)
-    for moves in _steps(stages, rounds):
-        way = [(each.end, each.start) if back else (each.start, each.end) for each in moves]
-        stored = jnp.asarray([each.stored for each in moves])[stage]
-        run = jnp.asarray([each.run for each in sorted(moves, key=lambda each: each.end)])[stage]
-        sent, kept = (run, stored) if back else (stored, run)
-        group = jax.lax.dynamic_index_in_dim(groups, sent, dim, keepdims=False)
+    groups = local_layers.reshape(*local_layers.shape[:dim], num_repeats, -1, *local_layers.shape[dim + 1 :])
+    reordered = jnp.zeros_like(groups)
+    for transfers in _exchange_steps(num_stages, num_repeats):
+        stored_groups = jnp.asarray([transfer.stored_group for transfer in transfers])[stage]
+        by_runner = sorted(transfers, key=lambda transfer: transfer.runner)
+        repeats = jnp.asarray([transfer.repeat for transfer in by_runner])[stage]
+        if to_storage:
+            permutation = [(transfer.runner, transfer.owner) for transfer in transfers]
+            source, target = repeats, stored_groups
+        else:
+            permutation = [(transfer.owner, transfer.runner) for transfer in transfers]
+            source, target = stored_groups, repeats
+        group = jax.lax.dynamic_index_in_dim(groups, source, dim, keepdims=False)
         with pipeline_scope('layers change stages', line):
-            group = jax.lax.ppermute(group, axis, way)
-        found = jax.lax.dynamic_update_index_in_dim(found, group, kept, dim)
-    return found.reshape(local.shape)
+            group = jax.lax.ppermute(group, axis, permutation)
+        reordered = jax.lax.dynamic_update_index_in_dim(reordered, group, target, dim)
+    return reordered.reshape(local_layers.shape)
 
 
-class _Move(NamedTuple):
-    """A group of layers: stage *start* stores it as group *stored*, stage *end* runs it in round *run*."""
+class _Transfer(NamedTuple):
+    """The transfer of a group of layers.
 
-    start: int
-    stored: int
-    end: int
-    run: int
-
-
-def _steps(stages: int, rounds: int) -> Iterator[list[_Move]]:
-    """All groups, in steps in each of which every stage sends one and gets one, by the stage that sends.
-
-    Stage s stores the groups from ``s * rounds`` on, and group g runs on stage ``g % stages``. With q the
-    greatest common divisor of both, the first groups of q stages run on one stage: ``stages / q`` apart, each
-    of these stages begins with another one of its groups.
+    Attributes:
+        owner: the stage that stores the group.
+        stored_group: the index of the group among those that the owner stores.
+        runner: the stage that runs the group.
+        repeat: the repeat in which it does.
     """
-    common = math.gcd(stages, rounds)
-    for step in range(rounds):
-        moves = []
-        for start in range(stages):
-            first, own = step // common * common, (step + start * common // stages) % common
-            run, end = divmod(start * rounds + first + own, stages)
-            moves.append(_Move(start, first + own, end, run))
-        yield moves
+
+    owner: int
+    stored_group: int
+    runner: int
+    repeat: int
+
+
+def _exchange_steps(num_stages: int, num_repeats: int) -> Iterator[list[_Transfer]]:
+    """Yields the transfers of all groups, in steps in which every stage sends one group and receives one.
+
+    The transfers of a step are in the order of their owners.
+
+    Stage s stores the groups from ``s * num_repeats`` on, and group g runs on stage ``g % num_stages``. With
+    q the greatest common divisor of both numbers, the first groups of q stages run on the same stage. These
+    stages are ``num_stages / q`` apart, and each of them begins with a different one of its groups.
+    """
+    common = math.gcd(num_stages, num_repeats)
+    for step in range(num_repeats):
+        transfers = []
+        for owner in range(num_stages):
+            first = step // common * common
+            stored_group = first + (step + owner * common // num_stages) % common
+            repeat, runner = divmod(owner * num_repeats + stored_group, num_stages)
+            transfers.append(_Transfer(owner, stored_group, runner, repeat))
+        yield transfers

@@ -1,9 +1,10 @@
-"""Loops over layers in two, where layers need sums over all of the batch: a microbatch has a part of them.
+"""Loop fission: splits a scan over layers whose layers need sums over the entire batch.
 
-The balance loss of experts is a product of two means, and a microbatch can only add up. So a first loop gives
-the sums of all layers, and a second one takes them whole and does the rest. In a forward pass it needs no
-rows. In a backward pass under `jax.checkpoint` the first one computes as much of each layer as its sums need,
-which the second one does again. What depends on several rows of a loop's constants alone is computed before.
+The balance loss of experts is a product of two means, but a microbatch only has partial sums. So a first scan
+computes the sums of all layers, and a second scan takes the complete sums and computes the rest. In a forward
+pass the second scan needs no examples. In a backward pass under `jax.checkpoint` the first scan computes as
+much of each layer as the sums need, and the second scan computes it again. A value that mixes examples, but
+depends on constants of the loop only, is computed before the loop.
 """
 
 from __future__ import annotations
@@ -27,145 +28,177 @@ from scalax._jaxpr.carry_accumulation import carry_increment
 from scalax._spmd.pipelines.sink_constants import scan_like
 
 
-def fission_scan(equation: Any, rows: BatchDimAnalysis, operands: Sequence[BatchValue]) -> list[Any]:
-    """Equations in place of a `scan` whose rounds need all of the batch; none where that is no help.
+def fission_scan(equation: Any, analysis: BatchDimAnalysis, batch_values: Sequence[BatchValue]) -> list[Any]:
+    """Returns the equations that replace a `scan` whose body needs the entire batch.
+
+    Returns an empty list if fission does not help.
 
     Args:
         equation: the `scan`.
-        rows: where rows are.
-        operands: what is known of its operands.
+        analysis: the batch dimension analysis.
+        batch_values: the batch dimensions of its operands.
     """
     loop = loop_of(equation)
     body = inline_calls(loop.body, lambda call: True)
     inner = open_jaxpr(body)
-    needs = _Needs(inner, loop, rows, operands)
-    outer = dict(zip(map(id, inner.invars), equation.invars, strict=True))
-    constants, _, elements = loop.split(inner.invars)
-    everything, ahead, sums = range(len(inner.outvars)), [*needs.ahead.values()], [*needs.sums.values()]
-    if ahead:
-        given = extract_subjaxpr(body, constants, ahead)
-        made = trace_added_equation(
-            jax.jit(lambda *x: eval_jaxpr(given, x)), equation, [outer[id(x)] for x in constants]
+    needs = _BatchNeeds(inner, loop, analysis, batch_values)
+    operands = dict(zip(map(id, inner.invars), equation.invars, strict=True))
+    consts, _, xs = loop.split(inner.invars)
+    all_results, hoisted, sums = (
+        range(len(inner.outvars)),
+        [*needs.hoisted.values()],
+        [*needs.sums.values()],
+    )
+    if hoisted:
+        hoisted_jaxpr = extract_subjaxpr(body, consts, hoisted)
+        before = trace_added_equation(
+            jax.jit(lambda *values: eval_jaxpr(hoisted_jaxpr, values)),
+            equation,
+            [operands[id(x)] for x in consts],
         )
-        body, whole = substitute_vars(body, ahead)
-        outer |= zip(map(id, whole), made.outvars, strict=True)
-        return [made, _Part(equation, body, [*constants, *whole], elements, everything).scan(outer)]
-    late = [i for i in everything if id(inner.outvars[i]) in needs.late]
-    early = [i for i in everything if i not in late]
-    rest, whole = substitute_vars(body, sums)
-    second = _Part(equation, rest, constants, [*elements, *whole], late)
-    cut = {id(new): x for x, new in zip(sums, whole, strict=True) if id(new) in second.read}
-    # The second one would run all layers again, for rows that one layer gives to the next.
-    if not cut or any(isinstance(needs.carried[i], BatchDim) for i in second.kept if i in early):
+        body, hoisted_consts = substitute_vars(body, hoisted)
+        operands |= zip(map(id, hoisted_consts), before.outvars, strict=True)
+        scan = _PartialScan(equation, body, [*consts, *hoisted_consts], xs, all_results)
+        return [before, scan.equation(operands)]
+    second_results = [i for i in all_results if id(inner.outvars[i]) in needs.second]
+    first_results = [i for i in all_results if i not in second_results]
+    second_body, complete_sums = substitute_vars(body, sums)
+    second = _PartialScan(equation, second_body, consts, [*xs, *complete_sums], second_results)
+    needed_sums = {id(new): x for x, new in zip(sums, complete_sums, strict=True) if id(new) in second.read}
+    # If the second scan reads a carry of examples that the first one returns, it would run all layers again.
+    if not needed_sums or any(
+        isinstance(needs.carry[i], BatchDim) for i in second.carry_indices if i in first_results
+    ):
         return []
-    made = _Part(equation, body, constants, elements, early, [*cut.values()]).scan(outer)
-    outer |= zip(cut, made.outvars[-len(cut) :], strict=True)
-    return [made, second.scan(outer)]
+    first = _PartialScan(equation, body, consts, xs, first_results, [*needed_sums.values()])
+    first_equation = first.equation(operands)
+    operands |= zip(needed_sums, first_equation.outvars[-len(needed_sums) :], strict=True)
+    return [first_equation, second.equation(operands)]
 
 
-class _Needs:
-    """What a round of a loop computes that needs all of the batch, by the ids of variables.
+class _BatchNeeds:
+    """The values of a loop body that need the entire batch, by the ids of their variables.
 
     Attributes:
-        sums: the sums over rows, where rows are added up.
-        ahead: what depends on several rows of constants, and on nothing else.
-        late: what is computed of sums otherwise than by adding them up, or is refused for another reason; a
-            carried sum that is read.
-        carried: what is known of what is carried; of what is late, nothing.
+        sums: the sums over examples.
+        hoisted: values that mix examples, but depend on constants only. They are computed before the loop.
+        second: values for the second scan: values that use sums other than by adding to them, values that
+            mix examples, and sums in the carry that the body reads.
+        carry: the batch dimensions of the carry; None for values for the second scan.
     """
 
-    def __init__(self, body: Any, loop: Loop, rows: BatchDimAnalysis, operands: Sequence[BatchValue]) -> None:
-        constants, state, _ = loop.split(body.invars)
-        fixed, first, stacks = loop.split(operands)
-        self.carried, late = [*first], set[int]()  # numbers of what is carried
+    def __init__(
+        self, body: Any, loop: Loop, analysis: BatchDimAnalysis, batch_values: Sequence[BatchValue]
+    ) -> None:
+        const_vars, carry_vars, _ = loop.split(body.invars)
+        consts, init, stacks = loop.split(batch_values)
+        self.carry, second_carry = [*init], set[int]()
         while True:
-            facts = [*fixed, *self.carried, *map(rows.element_of, stacks)]
-            self._known = dict(zip(map(id, body.invars), facts, strict=True))
-            self._constant = {*map(id, constants)}
-            self.sums, self.ahead = dict[int, Any](), dict[int, Any]()
-            self.late = {id(state[i]) for i in late}
-            for each in body.eqns:
-                self._follow(each, rows)
-            before, outs = (late, self.carried), body.outvars[: loop.num_carry]
-            for var, out in zip(state, outs, strict=True):
-                if self._known.get(id(out)) == PARTIAL_SUM and carry_increment(body, var, out) is None:
-                    self.late.add(id(out))
-            late = late | {i for i, out in enumerate(outs) if id(out) in self.late}
-            self.carried = [
-                None if i in late else rows.join([self.carried[i], self._known.get(id(out))])
-                for i, out in enumerate(outs)
+            arguments = [*consts, *self.carry, *map(analysis.element_of, stacks)]
+            self._batch_values = dict(zip(map(id, body.invars), arguments, strict=True))
+            self._constants = {*map(id, const_vars)}
+            self.sums, self.hoisted = dict[int, Any](), dict[int, Any]()
+            self.second = {id(carry_vars[i]) for i in second_carry}
+            for equation in body.eqns:
+                self._classify_results(equation, analysis)
+            previous, next_carry = (second_carry, self.carry), body.outvars[: loop.num_carry]
+            for var, result in zip(carry_vars, next_carry, strict=True):
+                is_sum = self._batch_values.get(id(result)) == PARTIAL_SUM
+                if is_sum and carry_increment(body, var, result) is None:
+                    self.second.add(id(result))
+            second_carry = second_carry | {i for i, var in enumerate(next_carry) if id(var) in self.second}
+            self.carry = [
+                None
+                if i in second_carry
+                else analysis.join([self.carry[i], self._batch_values.get(id(result))])
+                for i, result in enumerate(next_carry)
             ]
-            if (late, self.carried) == before:
+            if (second_carry, self.carry) == previous:
                 return
 
-    def _follow(self, equation: Any, rows: BatchDimAnalysis) -> None:
-        ids = [id(x) for x in equation.invars if not isinstance(x, Literal)]
-        facts = [self._known.get(id(x)) for x in equation.invars]
-        is_late, is_constant = not self.late.isdisjoint(ids), self._constant.issuperset(ids)
-        results: Sequence[BatchValue] = [None] * len(equation.outvars)
+    def _classify_results(self, equation: Any, analysis: BatchDimAnalysis) -> None:
+        """Adds the results of an equation to the values that need the entire batch, or to the others."""
+        operand_ids = [id(x) for x in equation.invars if not isinstance(x, Literal)]
+        batch_values = [self._batch_values.get(id(x)) for x in equation.invars]
+        needs_batch = not self.second.isdisjoint(operand_ids)
+        is_constant = self._constants.issuperset(operand_ids)
+        result_values: Sequence[BatchValue] = [None] * len(equation.outvars)
         try:
-            if not is_late and any(facts):
-                results = rows.eval_equation(equation, facts)
+            if not needs_batch and any(batch_values):
+                result_values = analysis.eval_equation(equation, batch_values)
         except MixesExamples:
-            is_late = True
-        own = {id(var): var for var in equation.outvars}
-        sums = {i: var for (i, var), fact in zip(own.items(), results, strict=True) if fact == PARTIAL_SUM}
-        sums = sums if any(isinstance(fact, BatchDim) for fact in facts) else {}
-        self._constant.update(own if is_constant else ())
-        if is_constant and (is_late or sums):
-            self.ahead |= {i: var for i, var in own.items() if not isinstance(var, DropVar)}
+            needs_batch = True
+        results = {id(var): var for var in equation.outvars}
+        sums: dict[int, Any] = {}
+        if any(isinstance(value, BatchDim) for value in batch_values):
+            pairs = zip(results.items(), result_values, strict=True)
+            sums = {i: var for (i, var), value in pairs if value == PARTIAL_SUM}
+        self._constants.update(results if is_constant else ())
+        if is_constant and (needs_batch or sums):
+            self.hoisted |= {i: var for i, var in results.items() if not isinstance(var, DropVar)}
             return
         self.sums |= sums
-        self.late.update(own if is_late else ())
-        self._known.update(zip(own, results, strict=True))
+        self.second.update(results if needs_batch else ())
+        self._batch_values.update(zip(results, result_values, strict=True))
 
 
-class _Part:
-    """A `scan` that gives some results of another one.
+class _PartialScan:
+    """A `scan` that computes some results of another one.
 
     Args:
         equation: the other one.
-        body: the jaxpr of its rounds.
-        constants: the variables of constants that it may take.
-        elements: those of elements of stacks.
-        own: the numbers of the results that it gives.
-        more: variables that it gives in stacks besides.
+        body: the jaxpr of its body.
+        consts: the variables of the constants that it may read.
+        xs: the variables of the elements that it may read.
+        results: the indices of the results that it computes.
+        extra_ys: variables of the body that it returns as further ys.
 
     Attributes:
         read: the ids of the variables that it reads.
-        kept: the numbers of what it carries.
+        carry_indices: the indices of its carry in the carry of the other one.
     """
 
     def __init__(
         self,
         equation: Any,
         body: Any,
-        constants: Sequence[Any],
-        elements: Sequence[Any],
-        own: Sequence[int],
-        more: Sequence[Any] = (),
+        consts: Sequence[Any],
+        xs: Sequence[Any],
+        results: Sequence[int],
+        extra_ys: Sequence[Any] = (),
     ) -> None:
         inner, loop = open_jaxpr(body), loop_of(equation)
-        _, state, _ = loop.split(inner.invars)
-        self.kept, stacked = [[i for i in own if (i < loop.num_carry) == is_it] for is_it in (True, False)]
-        before = None
-        while self.kept != before:
-            before, self._numbers = self.kept, [*self.kept, *stacked]
-            results = [*[inner.outvars[i] for i in self._numbers], *more]
-            atoms = [x for each in open_jaxpr(extract_subjaxpr(body, [], results)).eqns for x in each.invars]
-            self.read = {id(x) for x in [*atoms, *results] if not isinstance(x, Literal)}
-            self.kept = [i for i, var in enumerate(state) if i in before or id(var) in self.read]
-        constants, elements = [[x for x in each if id(x) in self.read] for each in (constants, elements)]
-        self._taken = constants, [state[i] for i in self.kept], elements
-        self._jaxpr = extract_subjaxpr(body, [x for each in self._taken for x in each], results)
-        self._equation, self._own = equation, own
+        _, carry, _ = loop.split(inner.invars)
+        self.carry_indices = [i for i in results if i < loop.num_carry]
+        ys = [i for i in results if i >= loop.num_carry]
+        previous = None
+        while self.carry_indices != previous:
+            previous, self._result_indices = self.carry_indices, [*self.carry_indices, *ys]
+            outvars = [*[inner.outvars[i] for i in self._result_indices], *extra_ys]
+            needed_eqns = open_jaxpr(extract_subjaxpr(body, [], outvars)).eqns
+            atoms = [x for eqn in needed_eqns for x in eqn.invars]
+            self.read = {id(x) for x in [*atoms, *outvars] if not isinstance(x, Literal)}
+            self.carry_indices = [i for i, var in enumerate(carry) if i in previous or id(var) in self.read]
+        consts = [x for x in consts if id(x) in self.read]
+        xs = [x for x in xs if id(x) in self.read]
+        self._inputs = consts, [carry[i] for i in self.carry_indices], xs
+        self._body = extract_subjaxpr(body, [x for group in self._inputs for x in group], outvars)
+        self._original, self._results = equation, results
 
-    def scan(self, outer: dict[int, Any]) -> Any:
-        """Its equation; *outer* are operands by the ids of the variables of a round."""
-        operands = [[outer[id(x)] for x in each] for each in self._taken]
-        made = scan_like(self._equation, lambda *x: eval_jaxpr(self._jaxpr, [*x[0], *x[1], *x[2]]), *operands)
-        results = [*made.outvars]
-        for place, i in enumerate(self._numbers):
-            if i in self._own:
-                results[place] = self._equation.outvars[i]
-        return with_results(made, results)
+    def equation(self, operands: dict[int, Any]) -> Any:
+        """Returns the equation of the scan.
+
+        Args:
+            operands: the id of a variable of the body -> the operand.
+        """
+        consts, init, stacks = [[operands[id(x)] for x in group] for group in self._inputs]
+
+        def body(consts: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+            return eval_jaxpr(self._body, [*consts, *carry, *xs])
+
+        scan = scan_like(self._original, body, consts, init, stacks)
+        outvars = [*scan.outvars]
+        for i, result in enumerate(self._result_indices):
+            if result in self._results:
+                outvars[i] = self._original.outvars[result]
+        return with_results(scan, outvars)

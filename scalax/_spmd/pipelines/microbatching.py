@@ -6,21 +6,25 @@ from typing import NamedTuple
 
 
 class Microbatching(NamedTuple):
-    """How a batch is split.
+    """The numbers of examples, microbatches, stages and devices.
 
     Attributes:
-        rows: the number of examples of the batch.
-        microbatches: the number of microbatches.
-        stages: the number of stages.
-        devices: the number of devices of a stage that share a microbatch.
+        num_examples: the number of examples in the batch.
+        num_microbatches: the number of microbatches.
+        num_stages: the number of stages.
+        num_devices: the number of devices of a stage that a microbatch is sharded over.
     """
 
-    rows: int
-    microbatches: int
-    stages: int
-    devices: int
+    num_examples: int
+    num_microbatches: int
+    num_stages: int
+    num_devices: int
 
     @property
-    def owners(self) -> int:
-        """How many stages own microbatches: all of them, or one if microbatches do not divide by them."""
-        return self.stages if self.microbatches % self.stages == 0 else 1
+    def is_batch_sharded(self) -> bool:
+        """Whether the batch is sharded over the stages outside of the pipeline.
+
+        Otherwise, because the number of microbatches is not a multiple of the number of stages, it is
+        replicated over the stages.
+        """
+        return self.num_microbatches % self.num_stages == 0

@@ -1,19 +1,19 @@
-"""Pipelines: loops over layers that an axis of stages shards, run on one microbatch after the other.
+"""Schedule of pipelines: runs a scan over layers on one microbatch after the other.
 
-Outside of a pipeline the batch is sharded along the axis of stages as along all batch axes. Inside of it, the
-layer's jaxpr is partitioned with microbatches in place of stages: `Shard` is the block of a microbatch,
-`Partial` a sum over microbatches, and `Replicate` what all of them have. A microbatch meets no other one in a
-layer, so a layer that would exchange something along this axis is no layer of a pipeline.
+Outside of a pipeline the batch is sharded over the axis of stages, as over all batch axes. Inside, the body
+of the scan is partitioned with microbatches in place of stages: `Shard` is the block of a microbatch,
+`Partial` a sum over microbatches, and `Replicate` a value that is the same for all microbatches. Layers treat
+microbatches independently; a layer that would communicate along this axis cannot run in a pipeline.
 
-In a tick a stage runs a group of its layers on a microbatch, and sends the result to the next stage. What is
-carried travels so, but for sums; constants of each example travel along. Sums stay: each stage adds up what
-its layers add, and remains with a term of the sum.
+In a tick a stage runs a group of its layers on a microbatch, and sends the carry to the next stage, together
+with the constants that have examples. Partial sums are not sent: each stage accumulates the sums of its
+layers, and they become a partial sum over the stages.
 
-A stage holds one group of layers, or several: then microbatches pass through all stages in as many rounds, as
-many at a time as there are stages, so that the first stage takes up what the last one sent in the tick
-before. Before its first microbatch a stage computes with examples that it has, and after its last one with
-the same once more: so what it writes in these ticks is written over, or is right. (Of zeros layers may give
-nan.)
+With several repeats, a stage holds several groups of layers, and microbatches pass through all stages as
+often. They go in groups of as many as there are stages, so that the first stage continues with what the last
+stage sent in the tick before. Before its first microbatch a stage computes with real examples, and after its
+last one it repeats that microbatch, because layers may turn zeros into NaN. What it writes in these idle
+ticks is overwritten later, or is right.
 """
 
 from __future__ import annotations
@@ -42,422 +42,546 @@ from scalax._spmd.values import (
     Value,
 )
 
-_MOST_ROUNDS = 12
+_MAX_FIXPOINT_STEPS = 12
 
 
 class PipelinedScan(NamedTuple):
-    """A loop over layers that runs as a pipeline.
+    """A scan over layers that runs as a pipeline.
 
     Attributes:
         equation: the `scan`.
-        facts: the placements of the values of each round along the axis of microbatches.
+        placements: the placements along microbatches of the values of an iteration.
         axis: the mesh axis of the stages.
-        stages: how many stages there are.
-        microbatches: how many microbatches there are.
-        rounds: how many groups of layers a stage holds.
+        num_stages: the number of stages.
+        num_microbatches: the number of microbatches.
+        num_repeats: the number of groups of layers on each stage.
         gathers_once: whether weights are gathered once, and not in each tick.
         line: the line of the user's code.
     """
 
     equation: Any
-    facts: LoopValues[Placement]
+    placements: LoopValues[Placement]
     axis: str
-    stages: int
-    microbatches: int
-    rounds: int
+    num_stages: int
+    num_microbatches: int
+    num_repeats: int
     gathers_once: bool
     line: str
 
     @property
-    def is_dealt(self) -> bool:
-        """Whether each stage has a share of the batch outside of the pipeline."""
-        return self.microbatches % self.stages == 0
+    def is_batch_sharded(self) -> bool:
+        """Whether the batch is sharded over the stages outside of the pipeline."""
+        return self.num_microbatches % self.num_stages == 0
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps of a stage: in each, it runs a group of its layers on a microbatch."""
+        return self.num_repeats * self.num_microbatches
 
     @property
     def ticks(self) -> int:
-        """How many ticks there are."""
-        return self.rounds * self.microbatches + self.stages - 1
+        """The number of ticks."""
+        return self.num_steps + self.num_stages - 1
+
+
+# Partitioning ----------------------------------------------------------------------------------------
 
 
 def partition_pipeline(
     editor: JaxprEditor, equation: Any, values: Sequence[Value], pipeline: PipelinedScan
 ) -> None:
-    """Writes a loop over layers as a pipeline."""
-    loop, facts, context = loop_of(equation), pipeline.facts, editor.context
-    constants, begun, stacks = map(list, loop.split(values))
-    editor.reduce_all([x for x, fact in zip(begun, facts.carry, strict=True) if fact != SUM], equation)
-    editor.reduce_all([*constants, *stacks], equation)
+    """Partitions a scan over layers as a pipeline.
 
-    def outside(placements: Placements, fact: Placement) -> Placements:
-        """The placements of a value of a round outside of the pipeline."""
-        if isinstance(fact, Shard):
-            fact = fact if pipeline.is_dealt else REPLICATE
-        return (*placements[:-1], fact)
+    Args:
+        editor: the jaxpr that is partitioned.
+        equation: the `scan`.
+        values: its operands.
+        pipeline: the pipeline.
+    """
+    _PipelinePartitioner(editor, equation, values, pipeline).run()
 
-    def inside(value: Value, fact: Placement) -> Placements:
-        """The placements of a value in a round. Examples are sharded along all axes."""
+
+class _PipelinePartitioner:
+    """Partitions one scan over layers. Arguments as for `partition_pipeline`."""
+
+    def __init__(
+        self, editor: JaxprEditor, equation: Any, values: Sequence[Value], pipeline: PipelinedScan
+    ) -> None:
+        self._editor, self._equation, self._pipeline = editor, equation, pipeline
+        self._loop, self._context = loop_of(equation), editor.context
+        self._consts, self._init, self._stacks = map(list, self._loop.split(values))
+        along_microbatches = pipeline.placements
+        pairs = zip(self._init, along_microbatches.carry, strict=True)
+        editor.reduce_all([value for value, placement in pairs if placement != SUM], equation)
+        editor.reduce_all([*self._consts, *self._stacks], equation)
+        self._const_placements = [*map(self._inside, self._consts, along_microbatches.consts)]
+        self._x_placements = [*map(self._element_placements, self._stacks, along_microbatches.xs)]
+        self._carry_placements = [
+            (SUM,) * len(self._context.axes) if placement == SUM else self._inside(value, placement)
+            for value, placement in zip(self._init, along_microbatches.carry, strict=True)
+        ]
+        self._is_state = [value.origin is not None or value.is_state for value in self._stacks]
+
+    def run(self) -> None:
+        """Partitions the body, and writes the pipeline."""
+        loop = self._loop
+        inner = self._partition_body()
+        # A value that is the same for all examples may still be computed for the examples of a microbatch.
+        along_microbatches = [placements[-1] for placements in inner.placements]
+        placements = self._pipeline.placements._replace(
+            carry=along_microbatches[: loop.num_carry], ys=along_microbatches[loop.num_carry :]
+        )
+        self._pipeline = self._pipeline._replace(placements=placements)
+        self._write(inner)
+
+    # Placements
+
+    def _outside(self, placements: Placements, along_microbatches: Placement) -> Placements:
+        """Returns the placements outside of the pipeline of a value with these placements inside."""
+        if isinstance(along_microbatches, Shard) and not self._pipeline.is_batch_sharded:
+            along_microbatches = REPLICATE
+        return (*placements[:-1], along_microbatches)
+
+    def _inside(self, value: Value, along_microbatches: Placement) -> Placements:
+        """Returns the placements of a constant or carry in the body. Examples are sharded along all axes."""
         others = value.placements[:-1]
-        if isinstance(fact, Shard):
-            others = tuple([x if isinstance(x, Shard) else fact for x in others])
-        return (*others, fact)
+        if isinstance(along_microbatches, Shard):
+            others = tuple([x if isinstance(x, Shard) else along_microbatches for x in others])
+        return (*others, along_microbatches)
 
-    def element(value: Value, fact: Placement) -> Placements:
+    def _element_placements(self, value: Value, along_microbatches: Placement) -> Placements:
+        """Returns the placements in the body of an element of a stack."""
         others: list[Placement] = []
         for x in value.placements[:-1]:
-            kept = isinstance(x, Shard) and x.dim > 0 and not (pipeline.gathers_once and x.is_state)
-            x = Shard(x.dim - 1, x.is_state) if kept and isinstance(x, Shard) else REPLICATE
-            others.append(fact if isinstance(fact, Shard) and not isinstance(x, Shard) else x)
-        return (*others, fact)
+            element: Placement = REPLICATE
+            if isinstance(x, Shard) and x.dim > 0 and not (self._pipeline.gathers_once and x.is_state):
+                element = Shard(x.dim - 1, x.is_state)
+            if isinstance(along_microbatches, Shard) and not isinstance(element, Shard):
+                element = along_microbatches
+            others.append(element)
+        return (*others, along_microbatches)
 
-    of_constants = [*map(inside, constants, facts.consts)]
-    of_elements = [*map(element, stacks, facts.xs)]
-    carried = [
-        (SUM,) * len(context.axes) if fact == SUM else inside(value, fact)
-        for value, fact in zip(begun, facts.carry, strict=True)
-    ]
-    states = [value.origin is not None or value.is_state for value in stacks]
-    layouts = [
-        _layout(context.reduction_layouts.of(var), i < loop.num_carry)
-        for i, var in enumerate(equation.outvars)
-    ]
-
-    def arguments() -> list[Argument]:
+    def _arguments(self) -> list[Argument]:
+        """Returns the arguments of the body."""
+        consts = zip(self._const_placements, self._consts, strict=True)
         return [
-            *[Argument(x, y.origin is not None) for x, y in zip(of_constants, constants, strict=True)],
-            *map(Argument, carried),
-            *[Argument(x, is_state) for x, is_state in zip(of_elements, states, strict=True)],
+            *[Argument(placements, value.origin is not None) for placements, value in consts],
+            *map(Argument, self._carry_placements),
+            *map(Argument, self._x_placements, self._is_state),
         ]
 
-    # What an outermost checkpoint computes again was computed in another loop.
-    body = replace_jaxpr(loop.body, eqns=[*map(_in_another_loop, open_jaxpr(loop.body).eqns)])
-    layer = context.for_microbatches(body, arguments(), layouts, pipeline.microbatches)
-
-    def run(ends: Sequence[Placements | ReductionTarget | None]) -> PartitionedJaxpr:
-        return layer.partition(body, arguments(), ends, backward=editor.is_backward(equation), at=equation)
-
-    settled: ReductionTarget | None = None if pipeline.gathers_once else REDUCE_TO_STATE
-    first: list[Placements | ReductionTarget | None] = [None] * loop.num_carry
-    first += [settled] * len(facts.ys)
-    for _ in range(_MOST_ROUNDS):
-        inner = run(first)
-        after = [
-            (*map(_next, x[:-1], y[:-1]), SUM if x[-1] == SUM else join(x[-1], y[-1]))
-            for x, y in zip(carried, inner.placements, strict=False)
+    def _partition_body(self) -> PartitionedJaxpr:
+        """Partitions the body, with the placements of the carry at a fixpoint."""
+        loop, equation, context = self._loop, self._equation, self._context
+        layouts = [
+            _body_layout(context.reduction_layouts.of(var), i < loop.num_carry)
+            for i, var in enumerate(equation.outvars)
         ]
-        gathered = [i for i in inner.gathered_arguments if i < loop.num_consts]
-        for i in gathered:
-            of_constants[i] = (*(REPLICATE,) * (len(context.axes) - 1), of_constants[i][-1])
-        if after == carried and not gathered:
-            break
-        carried[:] = after
-    else:
-        raise CannotPartition(equation, 'the placements of the values that it carries do not converge')
-    if [*inner.placements[: loop.num_carry]] != carried:
-        inner = run([*carried, *inner.placements[loop.num_carry :]])
-    # What is the same for all examples may be computed for those of a microbatch alone.
-    in_turn = [x[-1] for x in inner.placements]
-    facts = facts._replace(carry=in_turn[: loop.num_carry], ys=in_turn[loop.num_carry :])
-    pipeline = pipeline._replace(facts=facts)
+        # The barriers of an outermost checkpoint are not needed: its forward pass ran in another loop.
+        eqns = [
+            without_prevent_cse(eqn) if primitive_name(eqn) in CALLS else eqn
+            for eqn in open_jaxpr(loop.body).eqns
+        ]
+        body = replace_jaxpr(loop.body, eqns=eqns)
+        body_context = context.for_microbatches(
+            body, self._arguments(), layouts, self._pipeline.num_microbatches
+        )
+        is_backward = self._editor.is_backward(equation)
 
-    def stacked(placements: Placements, *, is_state: bool) -> Placements:
-        """The placements of a stack of elements with these."""
-        others = [Shard(x.dim + 1, x.is_state) if isinstance(x, Shard) else x for x in placements[:-1]]
-        return (*others, Shard(0, is_state))
+        def partition(results: Sequence[Placements | ReductionTarget | None]) -> PartitionedJaxpr:
+            return body_context.partition(body, self._arguments(), results, backward=is_backward, at=equation)
 
-    operands: list[Any] = []
-    for value, placements, fact in zip(constants, of_constants, facts.consts, strict=True):
-        operands.append(editor.convert(value, outside(placements, fact), equation))
-    terms = [fact == SUM and not value.is_zero for value, fact in zip(begun, facts.carry, strict=True)]
-    for value, placements, fact, is_term in zip(begun, carried, facts.carry, terms, strict=True):
-        if fact != SUM or is_term:
-            operands.append(editor.convert(value, outside(placements, fact), equation))
-    for value, placements, is_state in zip(stacks, of_elements, states, strict=True):
-        target = stacked(placements, is_state=is_state)
-        atom = editor.convert(value, target, equation, keeps_state=pipeline.gathers_once)
-        operands.append(_exchanged(editor, equation, atom, pipeline))
-    run_ticks = _Ticks(pipeline, inner, terms)
-    written = editor.code.call_function(run_ticks, equation, operands)
-    editor.eqns.append(written)
-    placed = [outside(*pair) for pair in zip(carried, facts.carry, strict=True)]
-    placed += [
-        stacked(x, is_state=not isinstance(fact, Shard))
-        for x, fact in zip(inner.placements[loop.num_carry :], facts.ys, strict=True)
-    ]
-    for i, (var, atom, placements) in enumerate(zip(equation.outvars, written.outvars, placed, strict=True)):
-        if i >= loop.num_carry:
-            atom = _exchanged(editor, equation, atom, pipeline, back=True)
-        editor.define(var, placements, atom)
-    editor.include(inner, [*constants, *begun, *stacks], pipeline.ticks * run_ticks.layers)
+        y_target: ReductionTarget | None = None if self._pipeline.gathers_once else REDUCE_TO_STATE
+        targets: list[Placements | ReductionTarget | None] = [None] * loop.num_carry
+        targets += [y_target] * len(self._pipeline.placements.ys)
+        for _ in range(_MAX_FIXPOINT_STEPS):
+            inner = partition(targets)
+            next_carry = [
+                (*map(_join_carry, old[:-1], new[:-1]), SUM if old[-1] == SUM else join(old[-1], new[-1]))
+                for old, new in zip(self._carry_placements, inner.placements, strict=False)
+            ]
+            gathered_consts = [i for i in inner.gathered_arguments if i < loop.num_consts]
+            for i in gathered_consts:
+                along_microbatches = self._const_placements[i][-1]
+                self._const_placements[i] = (*(REPLICATE,) * (len(context.axes) - 1), along_microbatches)
+            if next_carry == self._carry_placements and not gathered_consts:
+                break
+            self._carry_placements = next_carry
+        else:
+            raise CannotPartition(equation, 'the placements of the values that it carries do not converge')
+        if [*inner.placements[: loop.num_carry]] != self._carry_placements:
+            inner = partition([*self._carry_placements, *inner.placements[loop.num_carry :]])
+        return inner
+
+    # Equations
+
+    def _write(self, inner: PartitionedJaxpr) -> None:
+        """Writes the pipeline of a partitioned body."""
+        editor, equation, pipeline, loop = self._editor, self._equation, self._pipeline, self._loop
+        along_microbatches = pipeline.placements
+        operands: list[Any] = []
+        for value, placements, placement in zip(
+            self._consts, self._const_placements, along_microbatches.consts, strict=True
+        ):
+            operands.append(editor.convert(value, self._outside(placements, placement), equation))
+        has_initial_sum = [
+            placement == SUM and not value.is_zero
+            for value, placement in zip(self._init, along_microbatches.carry, strict=True)
+        ]
+        for value, placements, placement, has_sum in zip(
+            self._init, self._carry_placements, along_microbatches.carry, has_initial_sum, strict=True
+        ):
+            if placement != SUM or has_sum:
+                operands.append(editor.convert(value, self._outside(placements, placement), equation))
+        for value, placements, is_state in zip(self._stacks, self._x_placements, self._is_state, strict=True):
+            target = _stack_placements(placements, is_state=is_state)
+            atom = editor.convert(value, target, equation, keeps_state=pipeline.gathers_once)
+            operands.append(self._reorder_layers(atom))
+        run_ticks = _Ticks(pipeline, inner, has_initial_sum)
+        call = editor.code.call_function(run_ticks, equation, operands)
+        editor.eqns.append(call)
+        result_placements = [
+            *map(self._outside, self._carry_placements, along_microbatches.carry),
+            *[
+                _stack_placements(placements, is_state=not isinstance(placement, Shard))
+                for placements, placement in zip(
+                    inner.placements[loop.num_carry :], along_microbatches.ys, strict=True
+                )
+            ],
+        ]
+        results = zip(equation.outvars, call.outvars, result_placements, strict=True)
+        for i, (var, atom, placements) in enumerate(results):
+            if i >= loop.num_carry:
+                atom = self._reorder_layers(atom, to_storage=True)
+            editor.define(var, placements, atom)
+        operand_values = [*self._consts, *self._init, *self._stacks]
+        editor.include(inner, operand_values, pipeline.ticks * run_ticks.group_size)
+
+    def _reorder_layers(self, atom: Any, *, to_storage: bool = False) -> Any:
+        """Returns a stack with its layers on the stages that run them, or that store them.
+
+        Each stack is exchanged once.
+        """
+        pipeline, reordered = self._pipeline, self._editor.reordered_stacks
+        if pipeline.num_repeats == 1:
+            return atom
+        if not to_storage and id(atom) in reordered:
+            return reordered[id(atom)][1]
+        options = pipeline.axis, pipeline.num_stages, pipeline.num_repeats, pipeline.line
+        function = jax.jit(lambda x: reorder_layer_groups(x, *options, to_storage=to_storage))
+        key = 'reorder_layer_groups', options, to_storage
+        result = self._editor.emit(function, key, self._equation, [atom])
+        pair = (result, atom) if to_storage else (atom, result)
+        reordered[id(pair[0])] = pair
+        return result
 
 
-def _next(begin: Placement, end: Placement) -> Placement:
-    """The placement of a carried value that begins and ends a round in these."""
-    return end if isinstance(begin, Partial) and not isinstance(end, Partial) else join(begin, end)
+def _join_carry(old: Placement, new: Placement) -> Placement:
+    """Returns the placement of a carry with these placements before and after an iteration."""
+    return new if isinstance(old, Partial) and not isinstance(new, Partial) else join(old, new)
 
 
-def _in_another_loop(equation: Any) -> Any:
-    return without_prevent_cse(equation) if primitive_name(equation) in CALLS else equation
-
-
-def _layout(layout: Layout | None, is_carried: bool) -> Layout | None:
-    """The layout of a result in a round, where microbatches take turns."""
+def _body_layout(layout: Layout | None, is_carry: bool) -> Layout | None:
+    """Returns the layout of a result in the body of the loop."""
     if layout is None:
         return None
     layout = layout._replace(placements=(*layout.placements[:-1], REPLICATE))
-    return layout if is_carried else remap_layout(layout, ShiftedDims(-1))
+    return layout if is_carry else remap_layout(layout, ShiftedDims(-1))
 
 
-def _exchanged(
-    editor: JaxprEditor, equation: Any, atom: Any, pipeline: PipelinedScan, *, back: bool = False
-) -> Any:
-    """The variable of a stack whose layers are where they run, or are stored; each is exchanged once."""
-    if pipeline.rounds == 1:
-        return atom
-    if not back and id(atom) in editor.reordered_stacks:
-        return editor.reordered_stacks[id(atom)][1]
-    how = pipeline.axis, pipeline.stages, pipeline.rounds, pipeline.line
-    function = jax.jit(lambda x: reorder_layer_groups(x, *how, back=back))
-    result = editor.emit(function, ('reorder_layer_groups', how, back), equation, [atom])
-    pair = (result, atom) if back else (atom, result)
-    editor.reordered_stacks[id(pair[0])] = pair
-    return result
+def _stack_placements(placements: Placements, *, is_state: bool) -> Placements:
+    """Returns the placements of a stack of elements with these placements."""
+    others = [Shard(x.dim + 1, x.is_state) if isinstance(x, Shard) else x for x in placements[:-1]]
+    return (*others, Shard(0, is_state))
 
 
-class _Turn(NamedTuple):
-    """What a stage does in a tick: a microbatch, which round of it, and whether it is idle, as it is done."""
+# Ticks -----------------------------------------------------------------------------------------------
+
+
+class _Assignment(NamedTuple):
+    """What a stage computes in a tick.
+
+    Attributes:
+        microbatch: the index of the microbatch.
+        repeat: the repeat of the microbatch.
+        is_idle: whether the stage is idle, and computes something that is not used.
+        is_done: whether the stage has computed all its microbatches.
+    """
 
     microbatch: Any
-    round: Any
+    repeat: Any
     is_idle: Any
     is_done: Any
 
 
 class _Ticks:
-    """A pipeline as a function of the blocks that a device has of its operands, in code of one device.
+    """A pipeline as a function of local shards, in manual code.
 
-    The operands are those of the loop, without the sums that begin as zero.
+    Its operands are those of the scan, without sums that are initially zero.
 
     Args:
         pipeline: the pipeline.
-        inner: the jaxpr of a layer on the blocks that a device has of a microbatch.
-        terms: which of the values that it carries are sums that do not begin as zero.
+        inner: the partitioned body of the scan.
+        has_initial_sum: whether each value of the carry is a sum that is not initially zero.
+
+    Attributes:
+        group_size: the number of layers that a stage runs in a tick.
     """
 
-    def __init__(self, pipeline: PipelinedScan, inner: PartitionedJaxpr, terms: Sequence[bool]) -> None:
+    def __init__(
+        self, pipeline: PipelinedScan, inner: PartitionedJaxpr, has_initial_sum: Sequence[bool]
+    ) -> None:
         equation = pipeline.equation
-        self._pipeline, self._inner, self._terms = pipeline, inner, terms
+        self._pipeline, self._inner, self._has_initial_sum = pipeline, inner, has_initial_sum
         self._loop, self._options = loop_of(equation), scan_options(equation)
         self._types = [var.aval for var in open_jaxpr(inner.jaxpr).outvars]
-        self.layers = (self._loop.length or 0) // (pipeline.stages * pipeline.rounds)
-        self._options['unroll'] = max(1, min(int(self._options['unroll']), self.layers))
-        self._way = -1 if self._options['reverse'] else 1
-        self._first, self._last = (0, pipeline.stages - 1)[:: self._way]
-        # What goes from stage to stage: constants of each example, and what is carried but for sums.
-        facts = pipeline.facts
-        self._along = [fact for fact in facts.consts if isinstance(fact, Shard)]
-        self._travelling = [*self._along, *[fact for fact in facts.carry if fact != SUM]]
+        self.group_size = (self._loop.length or 0) // (pipeline.num_stages * pipeline.num_repeats)
+        self._options['unroll'] = max(1, min(int(self._options['unroll']), self.group_size))
+        self._direction = -1 if self._options['reverse'] else 1
+        self._first_stage, self._last_stage = (0, pipeline.num_stages - 1)[:: self._direction]
+        # Constants with examples, and the carry without sums, are sent from stage to stage.
+        placements = pipeline.placements
+        self._sent_consts = [x for x in placements.consts if isinstance(x, Shard)]
+        self._sent = [*self._sent_consts, *[x for x in placements.carry if x != SUM]]
         self.__name__ = 'pipeline'
 
     def __call__(self, *operands: Any) -> list[Any]:
-        facts, count = self._pipeline.facts, self._loop.num_carry
-        left = iter(operands)
-        constants = [next(left) for _ in facts.consts]
-        begun = [
-            next(left) if fact != SUM or is_term else None
-            for fact, is_term in zip(facts.carry, self._terms, strict=True)
+        placements, num_carry = self._pipeline.placements, self._loop.num_carry
+        operands_left = iter(operands)
+        consts = [next(operands_left) for _ in placements.consts]
+        init = [
+            next(operands_left) if placement != SUM or has_sum else None
+            for placement, has_sum in zip(placements.carry, self._has_initial_sum, strict=True)
         ]
-        stacks = [*left]
-        pairs = [*zip(constants, facts.consts, strict=True)]
-        doors = [x for x, fact in pairs if isinstance(fact, Shard)]
-        doors += [x for x, fact in zip(begun, facts.carry, strict=True) if fact != SUM]
-        others = [x for x, fact in pairs if not isinstance(fact, Shard)]
-        kept = self._all_ticks(doors, others, stacks)
-        carried = [
-            (x if first is None else x + first.astype(x.dtype)) if fact == SUM else self._leaving(x, fact)
-            for x, first, fact in zip(kept, begun, facts.carry, strict=False)
+        stacks = [*operands_left]
+        const_pairs = [*zip(consts, placements.consts, strict=True)]
+        inputs = [x for x, placement in const_pairs if isinstance(placement, Shard)]
+        inputs += [x for x, placement in zip(init, placements.carry, strict=True) if placement != SUM]
+        local_consts = [x for x, placement in const_pairs if not isinstance(placement, Shard)]
+        buffers = self._run_ticks(inputs, local_consts, stacks)
+        carry = [
+            (x if first is None else x + first.astype(x.dtype))
+            if placement == SUM
+            else self._collect(x, placement)
+            for x, first, placement in zip(buffers, init, placements.carry, strict=False)
         ]
         return [
-            x.astype(kind.dtype) if x.dtype != kind.dtype else x
-            for x, kind in zip([*carried, *kept[count:]], self._types, strict=True)
+            x.astype(aval.dtype) if x.dtype != aval.dtype else x
+            for x, aval in zip([*carry, *buffers[num_carry:]], self._types, strict=True)
         ]
 
-    def _all_ticks(self, doors: Sequence[Any], others: Sequence[Any], stacks: Sequence[Any]) -> list[Any]:
-        """What a stage keeps of all ticks: what the last one carries, sums, and stacks."""
-        facts, count, stages = self._pipeline.facts, self._loop.num_carry, self._pipeline.stages
-        place = self._way * (jax.lax.axis_index(self._pipeline.axis) - self._first)
-        pairs = [*zip(doors, self._travelling, strict=True)]
-        pairs = [(self._entering(x, fact), fact) for x, fact in pairs]
+    def _run_ticks(
+        self, inputs: Sequence[Any], local_consts: Sequence[Any], stacks: Sequence[Any]
+    ) -> list[Any]:
+        """Returns the buffers of a stage after all ticks: the carry of the last stage, sums, and ys.
 
-        def taken(t: Any, arrived: Sequence[Any], before: Sequence[Any]) -> list[Any]:
-            """What a stage takes in a tick."""
-            turn, first = self._turn(t - place), self._turn(t)
-            enters = (place == 0) & (turn.round == 0)
-            entering = [self._part(x, fact, first.microbatch) for x, fact in pairs]
-            found = [jnp.where(enters, *each) for each in zip(entering, arrived, strict=True)]
-            return [jnp.where(turn.is_done, *each) for each in zip(before, found, strict=True)]
+        Args:
+            inputs: the values that are sent from stage to stage, as they enter.
+            local_consts: the other constants.
+            stacks: the stacks.
+        """
+        placements, num_carry = self._pipeline.placements, self._loop.num_carry
+        # The position in the pipeline: the number of ticks before the stage gets its first microbatch.
+        position = self._direction * (jax.lax.axis_index(self._pipeline.axis) - self._first_stage)
+        last_position = self._pipeline.num_stages - 1
+        entering = [(self._inject(x, p), p) for x, p in zip(inputs, self._sent, strict=True)]
 
-        def tick(state: tuple[list[Any], list[Any]], t: Any) -> tuple[tuple[list[Any], list[Any]], None]:
-            current, kept = state
-            turn, last = self._turn(t - place), self._turn(t - stages + 1)
-            carried, given = self._run_layers(current, others, stacks, turn)
-            kept = [
-                *[
-                    self._put(before, x, fact, last.microbatch)
-                    if isinstance(fact, Shard)
-                    else _added(before, x, fact, turn)
-                    for before, x, fact in zip(kept, carried, facts.carry, strict=False)
-                ],
-                *[
-                    self._put_in_stack(before, x, fact, turn)
-                    for before, x, fact in zip(kept[count:], given, facts.ys, strict=True)
-                ],
+        def next_values(tick: Any, received: Sequence[Any], current: Sequence[Any]) -> list[Any]:
+            """Returns the values that a stage computes with in a tick."""
+            assignment, first = self._assignment(tick - position), self._assignment(tick)
+            takes_input = (position == 0) & (assignment.repeat == 0)
+            from_input = [self._microbatch_of(x, p, first.microbatch) for x, p in entering]
+            values = [jnp.where(takes_input, *pair) for pair in zip(from_input, received, strict=True)]
+            return [jnp.where(assignment.is_done, *pair) for pair in zip(current, values, strict=True)]
+
+        def run_tick(
+            state: tuple[list[Any], list[Any]], tick: Any
+        ) -> tuple[tuple[list[Any], list[Any]], None]:
+            current, buffers = state
+            assignment = self._assignment(tick - position)
+            leaving = self._assignment(tick - last_position)
+            carry, ys = self._run_layers(current, local_consts, stacks, assignment)
+            carry_buffers = [
+                self._put(buffer, x, placement, leaving.microbatch)
+                if isinstance(placement, Shard)
+                else _accumulate(buffer, x, placement, assignment)
+                for buffer, x, placement in zip(buffers, carry, placements.carry, strict=False)
+            ]
+            y_buffers = [
+                self._put_in_stack(buffer, x, placement, assignment)
+                for buffer, x, placement in zip(buffers[num_carry:], ys, placements.ys, strict=True)
             ]
             sent = [
-                *current[: len(self._along)],
-                *[x for x, fact in zip(carried, facts.carry, strict=True) if fact != SUM],
+                *current[: len(self._sent_consts)],
+                *[x for x, placement in zip(carry, placements.carry, strict=True) if placement != SUM],
             ]
-            return (taken(t + 1, [*map(self._sent, sent)], current), kept), None
+            received = [*map(self._send, sent)]
+            return (next_values(tick + 1, received, current), [*carry_buffers, *y_buffers]), None
 
-        nothing = [self._part(x, fact, 0) for x, fact in pairs]
-        start = taken(jnp.int32(0), nothing, nothing), self._empty(nothing[len(self._along) :])
-        (_, kept), _ = jax.lax.scan(tick, start, jnp.arange(self._pipeline.ticks))
-        return kept
+        first = [self._microbatch_of(x, placement, 0) for x, placement in entering]
+        buffers = self._init_buffers(first[len(self._sent_consts) :])
+        start = next_values(jnp.int32(0), first, first), buffers
+        (_, buffers), _ = jax.lax.scan(run_tick, start, jnp.arange(self._pipeline.ticks))
+        return buffers
 
-    def _turn(self, done: Any) -> _Turn:
-        """What a stage does that has run so many groups before."""
+    def _assignment(self, step: Any) -> _Assignment:
+        """Returns what a stage computes in its step of this index; it is idle before step 0."""
         pipeline = self._pipeline
-        count = pipeline.rounds * pipeline.microbatches
-        at = microbatch_at(jnp.clip(done, 0, count - 1), pipeline.stages, pipeline.rounds)
-        return _Turn(*at, (done < 0) | (done >= count), done >= count)
+        last_step = pipeline.num_steps - 1
+        clipped = jnp.clip(step, 0, last_step)
+        microbatch, repeat = microbatch_at(clipped, pipeline.num_stages, pipeline.num_repeats)
+        is_done = step > last_step
+        return _Assignment(microbatch, repeat, (step < 0) | is_done, is_done)
 
     def _run_layers(
-        self, current: Sequence[Any], others: Sequence[Any], stacks: Sequence[Any], turn: _Turn
+        self,
+        current: Sequence[Any],
+        local_consts: Sequence[Any],
+        stacks: Sequence[Any],
+        assignment: _Assignment,
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """What a group of layers gives for a microbatch: what it carries, and stacks."""
-        facts, travelling, rest = self._pipeline.facts, iter(current), iter(others)
-        constants = [next(travelling if isinstance(fact, Shard) else rest) for fact in facts.consts]
-        begun = [
-            jnp.zeros(kind.shape, kind.dtype) if fact == SUM else next(travelling)
-            for kind, fact in zip(self._types, facts.carry, strict=False)
+        """Runs a group of layers on a microbatch, and returns the carry and the ys."""
+        placements, sent, local = self._pipeline.placements, iter(current), iter(local_consts)
+        consts = [next(sent if isinstance(placement, Shard) else local) for placement in placements.consts]
+        init = [
+            jnp.zeros(aval.shape, aval.dtype) if placement == SUM else next(sent)
+            for aval, placement in zip(self._types, placements.carry, strict=False)
         ]
-        elements = [
-            self._group(self._part(x, _in_stack(fact), turn.microbatch), turn)
-            for x, fact in zip(stacks, facts.xs, strict=True)
+        xs = [
+            self._layer_group(self._microbatch_of(x, _in_stack(placement), assignment.microbatch), assignment)
+            for x, placement in zip(stacks, placements.xs, strict=True)
         ]
-        number = [turn.microbatch.astype('int32')] if self._inner.takes_microbatch_index else []
+        takes_index = self._inner.takes_microbatch_index
+        index = [assignment.microbatch.astype('int32')] if takes_index else []
 
-        def layer(carried: Sequence[Any], elements: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            values = [*bind_as_jit(self._inner.jaxpr, [*number, *constants, *carried, *elements], 'layer')]
-            return values[: self._loop.num_carry], values[self._loop.num_carry :]
+        def run_layer(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            results = [*bind_as_jit(self._inner.jaxpr, [*index, *consts, *carry, *xs], 'layer')]
+            return results[: self._loop.num_carry], results[self._loop.num_carry :]
 
-        return jax.lax.scan(layer, begun, elements, self.layers, **self._options)
+        return jax.lax.scan(run_layer, init, xs, self.group_size, **self._options)
 
-    def _part(self, x: Any, fact: Placement, microbatch: Any) -> Any:
-        """What a microbatch has of a value."""
-        if not isinstance(fact, Shard):
+    # Microbatches and groups of layers
+
+    def _microbatch_of(self, x: Any, placement: Placement, microbatch: Any) -> Any:
+        """Returns the part of a value that belongs to a microbatch."""
+        if not isinstance(placement, Shard):
             return x
-        size = x.shape[fact.dim] // self._pipeline.microbatches
-        return jax.lax.dynamic_slice_in_dim(x, microbatch * size, size, fact.dim)
+        size = x.shape[placement.dim] // self._pipeline.num_microbatches
+        return jax.lax.dynamic_slice_in_dim(x, microbatch * size, size, placement.dim)
 
-    def _put(self, before: Any, x: Any, fact: Shard, microbatch: Any) -> Any:
-        """A value with the part of a microbatch."""
-        start = microbatch * x.shape[fact.dim]
-        return jax.lax.dynamic_update_slice_in_dim(before, x, start, fact.dim)
+    def _put(self, buffer: Any, x: Any, placement: Shard, microbatch: Any) -> Any:
+        """Writes the part that belongs to a microbatch into a buffer."""
+        start = microbatch * x.shape[placement.dim]
+        return jax.lax.dynamic_update_slice_in_dim(buffer, x, start, placement.dim)
 
-    def _group(self, stack: Any, turn: _Turn) -> Any:
-        """The layers of a stack that a stage runs at once."""
-        if self._pipeline.rounds == 1:
+    def _layer_group(self, stack: Any, assignment: _Assignment) -> Any:
+        """Returns the layers of a stack that a stage runs in a tick."""
+        if self._pipeline.num_repeats == 1:
             return stack
-        return jax.lax.dynamic_slice_in_dim(stack, self._start(turn), self.layers)
+        return jax.lax.dynamic_slice_in_dim(stack, self._group_start(assignment), self.group_size)
 
-    def _start(self, turn: _Turn) -> Any:
-        """The first layer of the group, among those of the stage."""
-        group = turn.round if self._way > 0 else self._pipeline.rounds - 1 - turn.round
-        return group * self.layers
+    def _group_start(self, assignment: _Assignment) -> Any:
+        """Returns the index of the first layer of the group, among the layers of the stage."""
+        last_group = self._pipeline.num_repeats - 1
+        group = assignment.repeat if self._direction > 0 else last_group - assignment.repeat
+        return group * self.group_size
 
-    def _empty(self, begun: Sequence[Any]) -> list[Any]:
-        """What is kept before the first tick; *begun* is what is carried first, without sums."""
-        facts, first, kept = self._pipeline.facts, iter(begun), []
-        for i, (kind, fact) in enumerate(zip(self._types, [*facts.carry, *facts.ys], strict=True)):
-            is_carried = i < self._loop.num_carry
-            before = next(first) if is_carried and fact != SUM else None
-            if is_carried and fact == REPLICATE:
-                kept.append(before)
+    def _init_buffers(self, init: Sequence[Any]) -> list[Any]:
+        """Returns the buffers before the first tick.
+
+        Args:
+            init: the initial carry of a microbatch, without sums.
+        """
+        placements, init_left, buffers = self._pipeline.placements, iter(init), []
+        pairs = zip(self._types, [*placements.carry, *placements.ys], strict=True)
+        for i, (aval, placement) in enumerate(pairs):
+            is_carry = i < self._loop.num_carry
+            first = next(init_left) if is_carry and placement != SUM else None
+            if is_carry and placement == REPLICATE:
+                buffers.append(first)
                 continue
-            shape, dtype = [*kind.shape], kind.dtype
-            if isinstance(fact, Shard):
-                shape[fact.dim] *= self._pipeline.microbatches
-            leading = [] if is_carried else [self.layers * self._pipeline.rounds]
-            kept.append(jnp.zeros((*leading, *shape), _wide(dtype) if fact == SUM else dtype))
-        return kept
+            shape, dtype = [*aval.shape], aval.dtype
+            if isinstance(placement, Shard):
+                shape[placement.dim] *= self._pipeline.num_microbatches
+            layers = [] if is_carry else [self.group_size * self._pipeline.num_repeats]
+            buffers.append(jnp.zeros((*layers, *shape), _sum_dtype(dtype) if placement == SUM else dtype))
+        return buffers
 
-    def _put_in_stack(self, before: Any, x: Any, fact: Placement, turn: _Turn) -> Any:
-        """A stack, with what a stage gave in a tick."""
-        start = self._start(turn)
-        if isinstance(fact, Shard):
-            at: list[Any] = [start, *[0] * (x.ndim - 1)]
-            at[fact.dim + 1] = turn.microbatch * x.shape[fact.dim + 1]
-            return jax.lax.dynamic_update_slice(before, x, at)
-        if self._pipeline.rounds == 1:
-            return _added(before, x, fact, turn)
-        group = _added(self._group(before, turn), x, fact, turn)
-        return jax.lax.dynamic_update_slice_in_dim(before, group, start, 0)
+    def _put_in_stack(self, buffer: Any, x: Any, placement: Placement, assignment: _Assignment) -> Any:
+        """Writes the ys of a tick into the buffer of a stack."""
+        start = self._group_start(assignment)
+        if isinstance(placement, Shard):
+            indices: list[Any] = [start, *[0] * (x.ndim - 1)]
+            indices[placement.dim + 1] = assignment.microbatch * x.shape[placement.dim + 1]
+            return jax.lax.dynamic_update_slice(buffer, x, indices)
+        if self._pipeline.num_repeats == 1:
+            return _accumulate(buffer, x, placement, assignment)
+        group = _accumulate(self._layer_group(buffer, assignment), x, placement, assignment)
+        return jax.lax.dynamic_update_slice_in_dim(buffer, group, start, 0)
 
-    def _entering(self, x: Any, fact: Placement) -> Any:
-        """All microbatches that enter, at the first stage: each stage sends its own."""
-        if not isinstance(fact, Shard) or not self._pipeline.is_dealt:
+    # Communication
+
+    def _inject(self, x: Any, placement: Placement) -> Any:
+        """Sends all microbatches of a value to the first stage. Each stage owns some of them."""
+        if not isinstance(placement, Shard) or not self._pipeline.is_batch_sharded:
             return x
-        axis, stages = self._pipeline.axis, self._pipeline.stages
+        axis = self._pipeline.axis
         with pipeline_scope('microbatches enter the pipeline', self._pipeline.line):
-            parts = [jax.lax.ppermute(x, axis, [(stage, self._first)]) for stage in range(stages)]
-        return jnp.concatenate(parts, fact.dim)
+            parts = [
+                jax.lax.ppermute(x, axis, [(owner, self._first_stage)])
+                for owner in range(self._pipeline.num_stages)
+            ]
+        return jnp.concatenate(parts, placement.dim)
 
-    def _leaving(self, x: Any, fact: Placement) -> Any:
-        """What left the last stage, where it is outside of the pipeline."""
+    def _collect(self, x: Any, placement: Placement) -> Any:
+        """Sends a value of the last stage to the stages that own its microbatches, or to all stages."""
         pipeline, stage = self._pipeline, jax.lax.axis_index(self._pipeline.axis)
-        if not isinstance(fact, Shard) or not pipeline.is_dealt:
-            return _from(x, stage == self._last, pipeline)
-        size, found = x.shape[fact.dim] // pipeline.stages, None
-        for owner in range(pipeline.stages):
-            part = jax.lax.slice_in_dim(x, owner * size, (owner + 1) * size, axis=fact.dim)
+        if not isinstance(placement, Shard) or not pipeline.is_batch_sharded:
+            return _broadcast(x, stage == self._last_stage, pipeline)
+        size, collected = x.shape[placement.dim] // pipeline.num_stages, None
+        for owner in range(pipeline.num_stages):
+            part = jax.lax.slice_in_dim(x, owner * size, (owner + 1) * size, axis=placement.dim)
             with pipeline_scope('microbatches leave the pipeline', pipeline.line):
-                sent = jax.lax.ppermute(part, pipeline.axis, [(self._last, owner)])
-            found = sent if found is None else jnp.where(stage == owner, sent, found)
-        return found
+                received = jax.lax.ppermute(part, pipeline.axis, [(self._last_stage, owner)])
+            collected = received if collected is None else jnp.where(stage == owner, received, collected)
+        return collected
 
-    def _sent(self, x: Any) -> Any:
-        """What arrives from the stage before; a ring, if microbatches pass more than once."""
-        stages = self._pipeline.stages
-        way = [(stage, (stage + self._way) % stages) for stage in range(stages)]
-        if self._pipeline.rounds == 1:
-            way.remove((self._last, self._first))
+    def _send(self, x: Any) -> Any:
+        """Sends a value to the next stage, and returns the one from the previous stage.
+
+        With several repeats, the last stage sends to the first one.
+        """
+        num_stages = self._pipeline.num_stages
+        permutation = [(stage, (stage + self._direction) % num_stages) for stage in range(num_stages)]
+        if self._pipeline.num_repeats == 1:
+            permutation.remove((self._last_stage, self._first_stage))
         with pipeline_scope('to the next stage', self._pipeline.line):
-            return jax.lax.ppermute(x, self._pipeline.axis, way)
+            return jax.lax.ppermute(x, self._pipeline.axis, permutation)
 
 
-def _in_stack(fact: Placement) -> Placement:
-    return Shard(fact.dim + 1) if isinstance(fact, Shard) else fact
+def _in_stack(placement: Placement) -> Placement:
+    return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
 
 
-def _added(before: Any, x: Any, fact: Placement, turn: _Turn) -> Any:
-    """Sums over examples with those of a tick; or what is the same for all of them."""
-    if fact != SUM:
+def _accumulate(buffer: Any, x: Any, placement: Placement, assignment: _Assignment) -> Any:
+    """Adds the sum of a tick to a buffer; a value that is the same for all examples replaces it."""
+    if placement != SUM:
         return x
-    return before + jnp.where(turn.is_idle, 0, x).astype(before.dtype)
+    return buffer + jnp.where(assignment.is_idle, 0, x).astype(buffer.dtype)
 
 
-def _from(x: Any, has_it: Any, pipeline: PipelinedScan) -> Any:
-    """What one stage has, on all stages."""
+def _broadcast(x: Any, is_source: Any, pipeline: PipelinedScan) -> Any:
+    """Returns the value of one stage on all stages."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = _from(jax.random.key_data(x), has_it, pipeline)
+        data = _broadcast(jax.random.key_data(x), is_source, pipeline)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    number = x.astype('uint8') if x.dtype == jnp.bool_ else x
+    summand = x.astype('uint8') if x.dtype == jnp.bool_ else x
     with pipeline_scope('microbatches leave the pipeline', pipeline.line):
-        found = jax.lax.psum(jnp.where(has_it, number, jnp.zeros_like(number)), pipeline.axis)
-    return found.astype(x.dtype)
+        total = jax.lax.psum(jnp.where(is_source, summand, jnp.zeros_like(summand)), pipeline.axis)
+    return total.astype(x.dtype)
 
 
-def _wide(dtype: Any) -> Any:
-    """The dtype of sums over microbatches: that of sums over examples on one device."""
+def _sum_dtype(dtype: Any) -> Any:
+    """Returns the dtype in which sums over microbatches are accumulated: at least float32."""
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
     return jnp.dtype(jnp.float32) if is_narrow else dtype

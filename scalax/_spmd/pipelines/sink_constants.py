@@ -1,8 +1,8 @@
-"""Constants of a loop that its rounds compute themselves, of something smaller.
+"""Moves the computation of large constants of a scan into its body.
 
-JAX computes what does not change from layer to layer once, before the loop: a mask as large as all scores of
-attention. A microbatch needs a part of it only, and a stage should neither hold nor get more than it was
-computed of.
+JAX hoists what does not change from layer to layer out of the loop, for example a mask as large as all
+attention scores. A microbatch needs only a part of such a constant, and a stage should neither hold nor
+receive more than the smaller values that it is computed from.
 """
 
 from __future__ import annotations
@@ -21,77 +21,82 @@ from scalax._jaxpr.dim_rules import CHEAP_ELEMENTWISE, SHAPE_OPS
 _CHEAP = CHEAP_ELEMENTWISE | SHAPE_OPS | {'iota'}
 
 
-def sink_constants(jaxpr: Any, makers: Mapping[int, Any], equation: Any) -> Any:
-    """A `scan` whose rounds compute its constants of smaller values; the same one if there are none.
+def sink_constants(jaxpr: Any, producers: Mapping[int, Any], equation: Any) -> Any:
+    """Returns a `scan` whose body computes its constants from smaller values.
+
+    Returns the same `scan` if its constants cannot be computed from smaller values.
 
     Args:
-        jaxpr: the jaxpr that it is in.
-        makers: the equations of this jaxpr by the ids of their results.
+        jaxpr: the jaxpr of the `scan`.
+        producers: the equations of this jaxpr, by the ids of their results.
         equation: the `scan`.
     """
     loop = loop_of(equation)
-    constants, first, stacks = loop.split(equation.invars)
-    roots: dict[int, Any] = {}
-    known: dict[int, tuple[float, Sequence[Any]]] = {}
-    for atom in constants:
-        roots.update((id(root), root) for root in _smallest(atom, makers, known)[1])
-    if all(isinstance(atom, Literal) or id(atom) in roots for atom in constants):
+    consts, init, stacks = loop.split(equation.invars)
+    sources: dict[int, Any] = {}
+    smallest: dict[int, tuple[float, Sequence[Any]]] = {}
+    for atom in consts:
+        sources.update((id(source), source) for source in _smallest_sources(atom, producers, smallest)[1])
+    if all(isinstance(atom, Literal) or id(atom) in sources for atom in consts):
         return equation
-    given = extract_subjaxpr(jaxpr, [*roots.values()], constants)
+    consts_jaxpr = extract_subjaxpr(jaxpr, [*sources.values()], consts)
 
-    def layer(values: Sequence[Any], carried: Sequence[Any], elements: Sequence[Any]) -> list[Any]:
-        return eval_jaxpr(loop.body, [*eval_jaxpr(given, values), *carried, *elements])
+    def body(source_values: Sequence[Any], carry: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+        return eval_jaxpr(loop.body, [*eval_jaxpr(consts_jaxpr, source_values), *carry, *xs])
 
-    return with_results(scan_like(equation, layer, [*roots.values()], first, stacks), equation.outvars)
+    return with_results(scan_like(equation, body, [*sources.values()], init, stacks), equation.outvars)
 
 
 def scan_like(
     equation: Any,
-    layer: Callable[..., list[Any]],
-    constants: Sequence[Any],
-    first: Sequence[Any],
+    body: Callable[..., list[Any]],
+    consts: Sequence[Any],
+    init: Sequence[Any],
     stacks: Sequence[Any],
 ) -> Any:
-    """A `scan` that goes as another one, of other operands.
+    """Returns a `scan` with the length and the options of another one.
 
     Args:
         equation: the other one.
-        layer: a round, a function of constants, what is carried, and elements of stacks.
-        constants: the constants.
-        first: what is carried first.
-        stacks: the stacks.
+        body: a function of the constants, the carry and the xs, which returns the next carry and the ys.
+        consts: the constants.
+        init: the initial carry.
+        stacks: the scanned-over operands.
     """
-    length, count, end = loop_of(equation).length, len(constants), len(constants) + len(first)
+    length, num_consts, xs_start = loop_of(equation).length, len(consts), len(consts) + len(init)
 
-    def looped(*operands: Any) -> list[Any]:
-        def step(carried: list[Any], elements: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = layer(operands[:count], carried, elements)
-            # JAX leaves out of a loop what it carries unchanged, and elements that it gives as they are.
-            given = [*[[x] for x in carried], *[elements] * (len(results) - len(carried))]
-            for i, (x, taken) in enumerate(zip(results, given, strict=True)):
-                results[i] = jax.lax.optimization_barrier(x) if any(x is y for y in taken) else x
-            return results[: len(first)], results[len(first) :]
+    def run(*operands: Any) -> list[Any]:
+        def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            results = body(operands[:num_consts], carry, xs)
+            # Without a barrier, JAX would remove a carry, or an element, that is returned unchanged.
+            passed_through = [*[[x] for x in carry], *[xs] * (len(results) - len(carry))]
+            for i, (x, inputs) in enumerate(zip(results, passed_through, strict=True)):
+                results[i] = jax.lax.optimization_barrier(x) if any(x is y for y in inputs) else x
+            return results[: len(init)], results[len(init) :]
 
-        begun, elements = [*operands[count:end]], [*operands[end:]]
-        carried, stacked = jax.lax.scan(step, begun, elements, length, **scan_options(equation))
-        return [*carried, *stacked]
+        operand_init, operand_xs = [*operands[num_consts:xs_start]], [*operands[xs_start:]]
+        carry, ys = jax.lax.scan(step, operand_init, operand_xs, length, **scan_options(equation))
+        return [*carry, *ys]
 
-    return trace_added_equation(looped, equation, [*constants, *first, *stacks])
+    return trace_added_equation(run, equation, [*consts, *init, *stacks])
 
 
-def _smallest(
-    atom: Any, makers: Mapping[int, Any], known: dict[int, tuple[float, Sequence[Any]]]
+def _smallest_sources(
+    atom: Any, producers: Mapping[int, Any], smallest: dict[int, tuple[float, Sequence[Any]]]
 ) -> tuple[float, Sequence[Any]]:
-    """The bytes of the smallest values of which a value is cheap to compute, and these: itself, or others."""
+    """Returns the smallest values that a value can be computed from cheaply, and their bytes.
+
+    They are the value itself, or other values.
+    """
     if isinstance(atom, Literal):
         return 0, ()
-    if id(atom) not in known:
-        own: tuple[float, Sequence[Any]] = size_of(atom) * element_bits(atom.aval.dtype) / 8, (atom,)
-        made = makers.get(id(atom))
-        if made is not None and primitive_name(made) in _CHEAP:
-            parts = [_smallest(each, makers, known) for each in made.invars]
-            size = sum(each for each, _ in parts)
-            if size < own[0]:
-                own = size, [x for _, each in parts for x in each]
-        known[id(atom)] = own
-    return known[id(atom)]
+    if id(atom) not in smallest:
+        best: tuple[float, Sequence[Any]] = size_of(atom) * element_bits(atom.aval.dtype) / 8, (atom,)
+        producer = producers.get(id(atom))
+        if producer is not None and primitive_name(producer) in _CHEAP:
+            operands = [_smallest_sources(operand, producers, smallest) for operand in producer.invars]
+            size = sum(operand_size for operand_size, _ in operands)
+            if size < best[0]:
+                best = size, [source for _, sources in operands for source in sources]
+        smallest[id(atom)] = best
+    return smallest[id(atom)]

@@ -1,4 +1,4 @@
-"""What plans say of the pipelines in a step."""
+"""`PipelinedLoop`: the summary of a pipeline for plans, and the scopes of its operations."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ from typing import Any
 import jax
 
 PIPELINE_SCOPE = re.compile(r'pipeline\(([^,()]*), ([^:()]*):(\d+) ([^()]*)\)/?')
-"""What is sent, and the file, line and function of the loop, in the names of operations."""
+"""Matches the scope of a transfer in the name of an operation: its purpose, and file, line and function."""
 
 
-def pipeline_scope(what: str, line: str) -> Any:
-    """The scope of operations that a pipeline adds: plans read in their names what they send."""
-    return jax.named_scope(f'pipeline({what}, {line})')
+def pipeline_scope(purpose: str, line: str) -> Any:
+    """Returns the scope of a transfer of a pipeline, from which plans read its purpose and source line."""
+    return jax.named_scope(f'pipeline({purpose}, {line})')
 
 
-def microbatch_at(turn: Any, stages: int, rounds: int) -> tuple[Any, Any]:
-    """The microbatch that a stage computes when it has computed so many, and in which round.
+def microbatch_at(step: Any, num_stages: int, num_repeats: int) -> tuple[Any, Any]:
+    """Returns the microbatch that a stage computes in its step of this index, and the repeat.
 
-    With several rounds, microbatches go in groups of as many as there are stages: each group through all
-    rounds, before the next one enters.
+    With several repeats, microbatches go in groups of *num_stages*. Each group passes through all repeats
+    before the next one enters.
     """
-    return turn // (rounds * stages) * stages + turn % stages, turn // stages % rounds
+    microbatch = step // (num_repeats * num_stages) * num_stages + step % num_stages
+    return microbatch, step // num_stages % num_repeats
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedLoop:
-    """A loop over layers that runs as a pipeline. Bytes are of all devices of a stage together.
+    """A loop over layers that runs as a pipeline. Bytes are summed over the devices of a stage.
 
     Attributes:
         line: the line of the user's code, such as ``'model.py:12 forward'``.
         axis: the mesh axis of the stages.
-        stages: how many there are.
-        num_microbatches: how many microbatches the batch is split into.
+        stages: the number of stages.
+        num_microbatches: the number of microbatches.
         num_repeats: how often each microbatch passes through all stages.
-        layers: how many layers the loop runs over.
-        is_backward: whether it runs from the last layer to the first.
+        layers: the number of layers.
+        is_backward: whether the loop runs from the last layer to the first.
         executions: how often the loop runs in one call.
-        weights: the bytes of all layers' weights.
+        weights: the bytes of the weights of all layers.
         saved_activation_bytes: the bytes of the activations that all layers save for the backward pass.
         send_bytes: the bytes of one microbatch that a stage sends to the next stage.
-        io_bytes: the bytes of one microbatch that enter the first stage and leave the last one.
-        flops: the operations of its layers in one call, those of idle stages left out; 0 if not counted.
+        io_bytes: the bytes of one microbatch that enter the first stage, and leave the last one.
+        flops: the operations of the layers in one call, without those of idle stages; 0 if not counted.
     """
 
     line: str
@@ -63,7 +64,7 @@ class PipelinedLoop:
 
     @property
     def ticks(self) -> int:
-        """How many ticks it takes: in each, a stage computes one microbatch with one group of its layers."""
+        """The number of ticks. In each, a stage computes one microbatch with one group of its layers."""
         return self.num_repeats * self.num_microbatches + self.stages - 1
 
     @property
@@ -78,22 +79,22 @@ class PipelinedLoop:
         return (self.stages - 1) / self.ticks
 
     def at(self, stage: int, tick: int) -> tuple[int, int] | None:
-        """The microbatch that a stage computes in a tick, and in which round; None if it is idle.
+        """Returns the microbatch that a stage computes in a tick, and the repeat; None if it is idle.
 
         Example:
             >>> loop = PipelinedLoop('model.py:12 forward', 'stage', 2, 4, 2, 8, False, 1, 0, 0, 0, 0)
             >>> [loop.at(1, tick) for tick in range(5)]
             [None, (0, 0), (1, 0), (0, 1), (1, 1)]
         """
-        turn = tick - (self.stages - 1 - stage if self.is_backward else stage)
-        is_idle = not 0 <= turn < self.num_repeats * self.num_microbatches
-        return None if is_idle else microbatch_at(turn, self.stages, self.num_repeats)
+        step = tick - (self.stages - 1 - stage if self.is_backward else stage)
+        is_idle = not 0 <= step < self.num_repeats * self.num_microbatches
+        return None if is_idle else microbatch_at(step, self.stages, self.num_repeats)
 
     @property
     def idle_flops(self) -> int:
-        """The operations of stages that are idle: they compute, and nothing of it is used."""
+        """The operations of idle stages: they compute, but their results are unused."""
         return self.flops * (self.stages - 1) // (self.num_repeats * self.num_microbatches)
 
 
 PipelinedLoops = Sequence[tuple[PipelinedLoop, Any]]
-"""Pipelines, and the equations of the loops that they were."""
+"""Pipelines, each with the equation of its loop in the user's step."""

@@ -9,19 +9,25 @@ import pytest
 
 from scalax._jax.equations import loop_of, open_jaxpr, producers_of, shape_of
 from scalax._jax.rewriting import eval_jaxpr, replace_jaxpr
-from scalax._spmd.pipelines.layer_groups import _steps
+from scalax._spmd.pipelines.layer_groups import _exchange_steps
 from scalax._spmd.pipelines.sink_constants import sink_constants
 
 
-@pytest.mark.parametrize('stages', range(2, 17))
-def test_in_each_step_a_stage_sends_one_group_and_gets_one(stages):
-    for rounds in range(2, 13):
-        steps = [*_steps(stages, rounds)]
-        for moves in steps:
-            assert [each.start for each in moves] == [*range(stages)] == sorted(each.end for each in moves)
-        every = itertools.chain.from_iterable(steps)
-        groups = {(each.start * rounds + each.stored, each.end + each.run * stages) for each in every}
-        assert groups == {(group, group) for group in range(stages * rounds)}
+@pytest.mark.parametrize('num_stages', range(2, 17))
+def test_in_each_step_a_stage_sends_one_group_and_receives_one(num_stages):
+    for num_repeats in range(2, 13):
+        steps = [*_exchange_steps(num_stages, num_repeats)]
+        for transfers in steps:
+            owners = [transfer.owner for transfer in transfers]
+            assert owners == [*range(num_stages)] == sorted(transfer.runner for transfer in transfers)
+        groups = {
+            (
+                transfer.owner * num_repeats + transfer.stored_group,
+                transfer.runner + transfer.repeat * num_stages,
+            )
+            for transfer in itertools.chain.from_iterable(steps)
+        }
+        assert groups == {(group, group) for group in range(num_stages * num_repeats)}
 
 
 def _loop_of(fun, *args):
