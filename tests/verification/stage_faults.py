@@ -20,7 +20,7 @@ from tests.verification.fault import Step, normal, seeded
 STAGES = {'stage': 2, 'fsdp': 2}
 WIDTH, LAYERS, ROWS, MICROBATCHES = 4, 2, 8, 2
 RULE = TreePathShardingRule(('layers', P('stage')), ('.*', P()))
-put, put_in_stack = pipelines._Ticks._put, pipelines._Ticks._put_in_stack
+put, put_in_stack = pipelines.Ticks._put, pipelines.Ticks._put_in_stack
 
 Layer = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -52,7 +52,7 @@ def _stored_as_another(self: Any, before: Any, x: Any, fact: Any, turn: Any) -> 
     return put_in_stack(self, before, x, fact, turn._replace(microbatch=(turn.microbatch + 1) % MICROBATCHES))
 
 
-@seeded(('grad',), (pipelines._Ticks, '_put_in_stack', _stored_as_another), mesh=STAGES)
+@seeded(('grad',), (pipelines.Ticks, '_put_in_stack', _stored_as_another), mesh=STAGES)
 def microbatch_with_the_activations_of_another(helper: MeshShardingHelper) -> Step:
     """The backward pass of a microbatch takes what the forward pass kept of another one."""
     return staged(helper, lambda x, w: (block(x, w), None))
@@ -61,7 +61,7 @@ def microbatch_with_the_activations_of_another(helper: MeshShardingHelper) -> St
 @seeded(
     ('grad',),
     (
-        pipelines._Ticks,
+        pipelines.Ticks,
         '_put',
         lambda self, before, x, fact, i: put(self, before, x, fact, MICROBATCHES - 1 - i),
     ),
@@ -103,7 +103,7 @@ def running_sums_over_rows(helper: MeshShardingHelper) -> Step:
     return staged(helper, lambda x, w: (block(x, w) + jnp.cumsum(x, 0), None))
 
 
-@seeded(('grad',), (pipelines._Ticks, '_send', lambda self, x: x), mesh=STAGES)
+@seeded(('grad',), (pipelines.Ticks, '_send', lambda self, x: x), mesh=STAGES)
 def stage_that_sends_nothing(helper: MeshShardingHelper) -> Step:
     """Each stage goes on with what it gave itself."""
     return staged(helper, lambda x, w: (block(x, w), None))

@@ -25,7 +25,8 @@ def partition_scan(editor: JaxprEditor, equation: Any, values: Sequence[Value]) 
     xs are gathered. Loop-invariant state is gathered before the scan.
     """
     if id(equation) in editor.context.pipelines:
-        from scalax._spmd.pipelines.schedule import partition_pipeline  # here, because few steps have stages
+        # Imported here, because few steps have pipelines.
+        from scalax._spmd.pipelines.partition_pipeline import partition_pipeline
 
         partition_pipeline(editor, equation, values, editor.context.pipelines[id(equation)])
         return

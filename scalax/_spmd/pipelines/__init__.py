@@ -1,6 +1,7 @@
 """Pipelines: scans over layers that run stage by stage over a mesh axis that shards the layers.
 
-`find_pipelines` finds the scans in the jaxpr of a step before it is partitioned, and `schedule` runs them.
+`find_pipelines` finds the scans in the jaxpr of a step before it is partitioned, `partition_pipeline`
+partitions them, and `schedule` runs their ticks.
 
 Why the jaxpr. A gradient is a scan too, so the forward and the backward pass are one case, and the model
 does not mention stages. The saved residuals that one scan stacks for the other stay split into microbatches
