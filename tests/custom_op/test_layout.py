@@ -26,16 +26,16 @@ def fit_of(
 PAIR = fit_of('b c, b -> b c', (8, 12), (8,), results=((8, 12),))
 
 CASES = {
-    'as it lies': ([P('x', 'y')], {'b': ('x',), 'c': ('y',)}),
-    'the largest counts': ([P('x'), P('y')], {'b': ('x',)}),
-    'the next fills in': ([P(None, 'x'), P('y')], {'b': ('y',), 'c': ('x',)}),
+    'specs that fit': ([P('x', 'y')], {'b': ('x',), 'c': ('y',)}),
+    'the largest operand wins': ([P('x'), P('y')], {'b': ('x',)}),
+    'the next operand fills in': ([P(None, 'x'), P('y')], {'b': ('y',), 'c': ('x',)}),
     'an axis serves one factor': ([P(None, 'x'), P('x')], {'c': ('x',)}),
-    'of a tuple what is left': ([P(None, 'x'), P(('x', 'y'))], {'b': ('y',), 'c': ('x',)}),
+    'the free axes of a tuple': ([P(None, 'x'), P(('x', 'y'))], {'b': ('y',), 'c': ('x',)}),
     'results come last': ([P(), P(), P('x', 'y')], {'b': ('x',), 'c': ('y',)}),
-    'what does not divide': ([P('z', 'z')], {'c': ('z',)}),
-    'what divides of a tuple': ([P(('x', 'z'), ('y', 'z'))], {'b': ('x',), 'c': ('y', 'z')}),
-    'axes that do not count': ([P('other', 'x')], {'c': ('x',)}),
-    'open dimensions': ([P(P.UNCONSTRAINED, 'x')], {'c': ('x',)}),
+    'an axis that does not divide': ([P('z', 'z')], {'c': ('z',)}),
+    'the axes of a tuple that divide': ([P(('x', 'z'), ('y', 'z'))], {'b': ('x',), 'c': ('y', 'z')}),
+    'axes of another mesh': ([P('other', 'x')], {'c': ('x',)}),
+    'unconstrained dimensions': ([P(P.UNCONSTRAINED, 'x')], {'c': ('x',)}),
 }
 
 

@@ -58,7 +58,7 @@ def in_sjit(in_shardings, *args, out_shardings=None, helper=HELPER):
     return first
 
 
-ALL_WHOLE = (
+ALL_REPLICATED = (
     "FSDPShardingRule('fsdp') shards nothing: 7 arrays replicated over the 4 devices "
     'along fsdp. The largest, {}embedding: float32[512, 64], has 32,768 elements, and min_fsdp_size is '
     '1,048,576.\n'
@@ -75,20 +75,20 @@ ALL_WHOLE = (
         TreePathShardingRule(('embedding', FSDP), ('', FSDP)),
         {**dict.fromkeys(PARAMS, FSDP)},
     ],
-    ids=['alone', 'behind &', 'inside', 'in a tree'],
+    ids=['alone', 'after &', 'inside', 'in a tree'],
 )
 def test_all_arrays_are_too_small(rule):
-    assert in_shard(rule) == [f'shard: {ALL_WHOLE.format("")}']
-    assert in_sjit((rule,), PARAMS) == [f'<lambda>: {ALL_WHOLE.format("args[0]/")}']
+    assert in_shard(rule) == [f'shard: {ALL_REPLICATED.format("")}']
+    assert in_sjit((rule,), PARAMS) == [f'<lambda>: {ALL_REPLICATED.format("args[0]/")}']
 
 
 def test_arguments_and_outputs_count_together():
     step = HELPER.sjit(lambda: PARAMS, out_shardings=FSDP)
-    assert warnings_of(step) == [f'<lambda>: {ALL_WHOLE.format("")}'] and warnings_of(step) == []
+    assert warnings_of(step) == [f'<lambda>: {ALL_REPLICATED.format("")}'] and warnings_of(step) == []
     [message] = in_sjit((FSDP, P('fsdp')), PARAMS, np.ones((8, 2), 'f'), out_shardings=FSDP)
-    assert message == f'<lambda>: {ALL_WHOLE.format("args[0]/")}'
+    assert message == f'<lambda>: {ALL_REPLICATED.format("args[0]/")}'
     [message] = warnings_of(HELPER.sjit(lambda p: p, args_sharding_constraint=FSDP), PARAMS)
-    assert message == f'<lambda>: {ALL_WHOLE.format("p/")}'
+    assert message == f'<lambda>: {ALL_REPLICATED.format("p/")}'
 
 
 def test_no_dimension_divides():
@@ -138,7 +138,7 @@ def test_one_of_the_trees_of_a_call_is_enough():
 # --- Regexes ------------------------------------------------------------------------------------------
 
 HEAD = ' regexes that match no path:\n'
-CURE = (
+REMEDY = (
     '\nWhat to do: correct or remove them; helper.explain(tree, rules) shows which rule decides about each '
     'leaf. To replicate such arrays on purpose, give them a regex of their own with PartitionSpec().'
 )
@@ -163,7 +163,7 @@ Q = 'layers/1/attention/q: float32[64, 64]'
     ],
 )
 def test_a_regex_that_matches_nothing(rule, line):
-    assert in_shard(rule) == [f'shard:{HEAD}  {line}{CURE}']
+    assert in_shard(rule) == [f'shard:{HEAD}  {line}{REMEDY}']
     [message] = in_sjit((rule,), PARAMS)
     assert message.startswith(f'<lambda>:{HEAD}')
 
