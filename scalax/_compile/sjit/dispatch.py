@@ -247,10 +247,8 @@ class Dispatcher:
 
     def explain_propagation(self, flat_args: Sequence[Any]) -> PropagationReport:
         """Reports how a call is partitioned along its batch, without running it. Raises as `prepare` does."""
-        from scalax._spmd.report.explain import (  # here, because few programs need it
-            PropagationReport,
-            make_propagation_report,
-        )
+        # Imported here, because few programs need it.
+        from scalax._spmd.report.explain import PropagationReport, make_propagation_report
 
         _, entry, _ = self.prepare(flat_args)
         name, mesh, step = self.signature.name, self.mesh.shape, entry.partitioned

@@ -58,7 +58,7 @@ def run_partitioned(
     """
     name = call.signature.name
     dynamic = [value for i, value in enumerate(flat_args) if i not in call.layout.static]
-    closed, captured = lift_captured_tracers(jaxpr)
+    closed_jaxpr, captured = lift_captured_tracers(jaxpr)
     values = jax.tree.leaves(dynamic) + captured
     axes = [axis for axis in mesh.axis_names if axis in batch.batch_axes]
     arguments = [
@@ -66,28 +66,34 @@ def run_partitioned(
         for i, sharding in enumerate(inputs)
     ]
     arguments += [StepArgument(None, is_batch=False, path='a value of an outer trace')] * len(captured)
-    abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    abstract_mesh = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
     loops: list[Any] = []
-    find = None
+    find_loops = None
     if pipeline is not None:
         axes = [*[axis for axis in axes if axis != pipeline.axis], pipeline.axis]
-        arguments = [*_shard_over_stages(arguments, batch, axes, pipeline, abstract.shape[pipeline.axis])]
-        find = functools.partial(_find_pipelines, batch, len(captured), abstract, pipeline, loops)
+        arguments = [
+            *_shard_over_stages(arguments, batch, axes, pipeline, abstract_mesh.shape[pipeline.axis])
+        ]
+        find_loops = functools.partial(_find_pipelines, batch, len(captured), abstract_mesh, pipeline, loops)
     try:
-        states = result_states(closed, [None if x.is_batch else x.path for x in arguments], result_paths)
+        states = result_states(
+            closed_jaxpr, [None if x.is_batch else x.path for x in arguments], result_paths
+        )
         results = [
             _step_result(_spec(sharding), state, arguments)
             for sharding, state in zip(outputs, states, strict=True)
         ]
-        step = partition_step(closed, arguments, results, abstract, axes, options, find_pipelines=find)
+        step = partition_step(
+            closed_jaxpr, arguments, results, abstract_mesh, axes, options, find_pipelines=find_loops
+        )
     except StagesError:
         raise
     except CannotPartition as error:
-        return bind_as_jit(closed, values, name), _warn(name, error), ()
+        return bind_as_jit(closed_jaxpr, values, name), _warn(name, error), ()
     except Exception as error:  # noqa: BLE001 - a bug in the partitioner must not stop a program
         problem = CannotPartition(None, f'{type(error).__name__}: {error}')
         problem.__cause__ = error
-        return bind_as_jit(closed, values, name), _warn(name, problem), ()
+        return bind_as_jit(closed_jaxpr, values, name), _warn(name, problem), ()
 
     @jax.custom_jvp
     def run(*values: Any) -> Sequence[Any]:
@@ -102,7 +108,7 @@ def run_partitioned(
                 'What to do: take the gradient inside: helper.sjit(jax.value_and_grad(loss), pipeline=...).'
             )
         # The original jaxpr is differentiated: the gradient of an all-reduce would count once per device.
-        return jax.jvp(lambda *values: [*bind_as_jit(closed, values, name)], values, tangents)
+        return jax.jvp(lambda *values: [*bind_as_jit(closed_jaxpr, values, name)], values, tangents)
 
     return run(*values), step, loops
 
@@ -137,9 +143,8 @@ def _find_pipelines(
 
     Appends the pipelined loops to *loops*, for plans.
     """
-    from scalax._spmd.pipelines.find_pipelines import (
-        find_pipelines,  # here, because few functions have pipelines
-    )
+    # Imported here, because few functions have pipelines.
+    from scalax._spmd.pipelines.find_pipelines import find_pipelines
 
     unsharded = [()] * captured
     arguments = dataclasses.replace(

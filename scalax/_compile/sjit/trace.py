@@ -132,26 +132,33 @@ class TracedFunction:
             with self._active_context():
                 return jax.tree.unflatten(entry.out_tree, rewriting.eval_jaxpr(entry.jaxpr, call.leaves))
         constraints, flat_args = self._rules.constraints(call), call.flat_args
-        inside, entry.batch, entry.pipelines, entry.partitioned = entry.argument_shardings, None, None, None
+        inner_shardings, entry.batch, entry.pipelines, entry.partitioned = (
+            entry.argument_shardings,
+            None,
+            None,
+            None,
+        )
         if constraints is not None:
             flat_args = call.with_leaves(apply_shardings(call.leaves, constraints))
             pairs = zip(constraints, entry.argument_shardings, strict=True)
-            inside = [sharding if constraint is None else constraint for constraint, sharding in pairs]
+            inner_shardings = [
+                sharding if constraint is None else constraint for constraint, sharding in pairs
+            ]
         if self._rules.partition_batch or self._rules.signature.has_explicit_batch:
-            entry.batch = find_batch(self._rules, call, inside)
+            entry.batch = find_batch(self._rules, call, inner_shardings)
         pipeline = self._pipeline(entry)
-        may_be_partitioned = entry.batch is not None or self._may_make_batch(inside)
+        may_be_partitioned = entry.batch is not None or self._may_make_batch(inner_shardings)
         # Even under jax.disable_jit `lower` and jax.grad trace the function, but without `jit` equations.
         if not may_be_partitioned or not traced or jax.config.jax_disable_jit:
             return self.run_user_function(flat_args)
-        return self._run_partitioned(call, flat_args, entry, inside, pipeline)
+        return self._run_partitioned(call, flat_args, entry, inner_shardings, pipeline)
 
     def _run_partitioned(
         self,
         call: Call,
         flat_args: Sequence[Any],
         entry: TraceCacheEntry,
-        inside: Sequence[Any],
+        inner_shardings: Sequence[Any],
         pipeline: Pipeline | None,
     ) -> Any:
         """Traces a step and runs it partitioned along its batch, if it has one."""
@@ -166,7 +173,7 @@ class TracedFunction:
         named_function = self.with_user_metadata(flat_function, call.layout)
         jaxpr = jax.make_jaxpr(named_function, static_argnums=call.layout.static)(*flat_args)
         if entry.batch is None:
-            entry.batch = find_batch_made_inside(call, inside, jaxpr)
+            entry.batch = find_batch_made_inside(call, inner_shardings, jaxpr)
         opaque_avals = [aval for aval in (*jaxpr.in_avals, *jaxpr.out_avals) if is_opaque(aval)]
         if entry.batch is not None and opaque_avals:
             entry.partitioned = partitioned.warn_types(self._rules.signature.name, opaque_avals)
@@ -179,7 +186,16 @@ class TracedFunction:
         paths = [path_string(path) for path, _ in jax.tree.leaves_with_path(outputs)]
         options = self._rules.options.partitioning or self.helper.partitioning or DEFAULT
         results, entry.partitioned, loops = partitioned.run_partitioned(
-            *(jaxpr, call, flat_args, inside, entry.output_shardings, paths, entry.batch, self._rules.mesh),
+            *(
+                jaxpr,
+                call,
+                flat_args,
+                inner_shardings,
+                entry.output_shardings,
+                paths,
+                entry.batch,
+                self._rules.mesh,
+            ),
             entry.record_gradient,
             options,
             pipeline,
@@ -219,9 +235,8 @@ class TracedFunction:
                 f'PartitionSpec({pipeline.axis!r}), and name it (batch_argnums, batch_argnames).'
             )
 
-        from scalax._spmd.pipelines.find_pipelines import (
-            has_several_stages,  # here, because few functions have pipelines
-        )
+        # Imported here, because few functions have pipelines.
+        from scalax._spmd.pipelines.find_pipelines import has_several_stages
 
         return pipeline if has_several_stages(dict(self._mesh.shape), pipeline) else None
 
