@@ -1,4 +1,4 @@
-"""Checkpoints across processes: what runs in each of them, started by checkpoint/test_processes.py.
+"""Checks of checkpoints with several processes: checkpoint/test_processes.py runs them in each process.
 
 The state is the same everywhere, and known; what differs is on which mesh it is saved and restored.
 """
@@ -26,12 +26,12 @@ Moments = collections.namedtuple('Moments', 'mu nu')
 
 
 def wide() -> np.ndarray:
-    """An array whose rows lie far from one another in a file."""
+    """Makes an array whose rows are far apart in a file."""
     return np.random.default_rng(8).integers(0, 256, (16, 8192), np.uint8)
 
 
 def values() -> dict[str, Any]:
-    """A state with leaves of many kinds, as numpy arrays."""
+    """Makes NumPy arrays of many dtypes and shapes."""
     rng = np.random.default_rng(7)
     bits = rng.integers(0, 2**16, (16, 8), np.uint16)
     bits[bits & 0x7F80 == 0x7F80] = 1  # numbers, so that they can be compared
@@ -50,7 +50,7 @@ def values() -> dict[str, Any]:
 
 @functools.cache
 def state(helper: MeshShardingHelper) -> dict[str, Any]:
-    """The state, in place, with keys and Python numbers."""
+    """Makes a sharded state with keys and Python numbers."""
     placed = helper.shard(values(), rule(helper))
     # Made in place: device_put takes no keys for devices of other processes.
     keys = helper.sjit(made_keys, out_shardings=rule(helper))()
@@ -62,7 +62,7 @@ def made_keys() -> dict[str, jax.Array]:
 
 
 def rule(helper: MeshShardingHelper) -> PolicyShardingRule:
-    """Over all axes that there are, one for each dimension as long as it lasts."""
+    """Makes a rule that shards each dimension over the next mesh axis."""
     axes = [name for name, size in helper.mesh.shape.items() if size > 1]
 
     def policy(path: str, leaf: Any) -> P:
@@ -73,29 +73,29 @@ def rule(helper: MeshShardingHelper) -> PolicyShardingRule:
     return PolicyShardingRule(policy)
 
 
-def assert_same(found: dict[str, Any], helper: MeshShardingHelper) -> None:
-    """Every leaf is the one that was saved, bit by bit, and is sharded as the rules say."""
-    assert (found['step'], found['rate'], found['on']) == (7, 0.25, True)
-    assert [type(found[name]) for name in ('step', 'rate', 'on')] == [int, float, bool]
-    wanted = state(helper)
-    assert wanted['counter'].weak_type
-    shardings = helper.match_sharding_rule(rule(helper), wanted)
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for leaf, other, sharding in zip(*map(jax.tree.leaves, (found, wanted, shardings)), strict=True):
+def assert_same(actual: dict[str, Any], helper: MeshShardingHelper) -> None:
+    """Checks that every leaf is bit-identical to the saved leaf, and sharded by the rules."""
+    assert (actual['step'], actual['rate'], actual['on']) == (7, 0.25, True)
+    assert [type(actual[name]) for name in ('step', 'rate', 'on')] == [int, float, bool]
+    expected = state(helper)
+    assert expected['counter'].weak_type
+    shardings = helper.match_sharding_rule(rule(helper), expected)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for leaf, other, sharding in zip(*map(jax.tree.leaves, (actual, expected, shardings)), strict=True):
         if not isinstance(leaf, jax.Array):
             continue
         assert (leaf.dtype, is_weakly_typed(leaf)) == (other.dtype, is_weakly_typed(other))
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf, other = jax.random.key_data(leaf), jax.random.key_data(other)
-        for mine, theirs in zip(leaf.addressable_shards, other.addressable_shards, strict=True):
-            assert mine.index == theirs.index
-            assert np.asarray(mine.data).tobytes() == np.asarray(theirs.data).tobytes()
+        for actual_leaf, expected_leaf in zip(leaf.addressable_shards, other.addressable_shards, strict=True):
+            assert actual_leaf.index == expected_leaf.index
+            assert np.asarray(actual_leaf.data).tobytes() == np.asarray(expected_leaf.data).tobytes()
 
 
 @functools.cache
 def meshes() -> list[MeshShardingHelper]:
-    """Of all devices: one axis, and two both ways."""
+    """Makes meshes of all devices: with one axis, and with two axes in both orders."""
     devices = len(jax.devices())
     shapes = {(devices,), (devices // 2, 2), (2, devices // 2)}
     return [MeshShardingHelper(shape, ['x', 'y'][: len(shape)]) for shape in sorted(shapes)]
@@ -105,7 +105,7 @@ def folder(name: str) -> Path:
     return Path(os.environ['CHECKPOINT_CHECKS'], name)
 
 
-def check_restoring_what_one_process_saved() -> None:
+def check_restoring_a_save_of_one_process() -> None:
     for helper in meshes()[:2]:
         assert_same(Checkpointer(folder('one')).restore(helper, rule(helper), state(helper)), helper)
 
@@ -119,43 +119,43 @@ def check_saving_and_restoring() -> None:
             assert checkpointer.save(step, state(first), data={'position': 10 * step + me})
         checkpointer.wait()
         for helper in others:
-            found = checkpointer.restore(helper, rule(helper), state(helper), verify=True)
-            assert_same(found, helper)
+            restored = checkpointer.restore(helper, rule(helper), state(helper), verify=True)
+            assert_same(restored, helper)
     assert checkpointer.restored_step == 2
-    own = folder(f'{jax.process_count()}-processes') / '2' / 'state' / known_of_orbax.folder_of_process(me)
-    assert [*own.rglob('d/*')], f'Orbax writes the arrays of process {me} elsewhere'
+    local = folder(f'{jax.process_count()}-processes') / '2' / 'state' / known_of_orbax.folder_of_process(me)
+    assert [*local.rglob('d/*')], f'Orbax writes the arrays of process {me} elsewhere'
     assert checkpointer.data() == {'position': 20 + me}
     assert checkpointer.data(1) == {'position': 10 + me}
 
 
-def check_states_of_which_one_process_writes_all() -> None:
+def check_states_written_by_one_process() -> None:
     helper = meshes()[0]
-    one = helper.shard({'w': np.arange(3.0)}, P())
-    for number, wanted in enumerate([{'w': np.arange(3.0)}, {'step': 7}, one, {**one, 'step': 7}]):
+    tree = helper.shard({'w': np.arange(3.0)}, P())
+    for number, expected in enumerate([{'w': np.arange(3.0)}, {'step': 7}, tree, {**tree, 'step': 7}]):
         where = folder(f'one-{jax.process_count()}-{number}')
         with Checkpointer(where, timeout=60) as checkpointer:
-            checkpointer.save(1, wanted)
-        found = Checkpointer(where).restore(helper, P(), wanted, verify=True)
-        assert sorted(found) == sorted(wanted)
-        assert found.get('step') == wanted.get('step')
-        if 'w' in found:
-            assert np.asarray(found['w'].addressable_data(0)).tolist() == [0, 1, 2]
+            checkpointer.save(1, expected)
+        restored = Checkpointer(where).restore(helper, P(), expected, verify=True)
+        assert sorted(restored) == sorted(expected)
+        assert restored.get('step') == expected.get('step')
+        if 'w' in restored:
+            assert np.asarray(restored['w'].addressable_data(0)).tolist() == [0, 1, 2]
 
 
 def check_safetensors() -> None:
-    """Every process has the blocks of its own devices."""
-    wanted = wide()
+    """Every process holds the shards of its own devices."""
+    expected = wide()
     # Each process has a row of the mesh, and so all rows of some columns.
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     grid = np.asarray(devices, dtype=object).reshape(jax.process_count(), -1)
     helper = MeshShardingHelper.from_mesh(jax.sharding.Mesh(grid, ('process', 'device')))
     tree = load_safetensors(helper, folder('w.safetensors'), P('device', 'process'))
     for shard in tree['w'].addressable_shards:
-        assert np.asarray(shard.data).tobytes() == wanted[shard.index].tobytes()
+        assert np.asarray(shard.data).tobytes() == expected[shard.index].tobytes()
 
 
-def check_all_ask_for_the_same() -> None:
-    """Or all raise: each would read its part of another step, or wait for who does not come."""
+def check_restores_that_differ() -> None:
+    """All processes raise: otherwise they would read different steps, or wait for one another."""
     helper = meshes()[0]
     me, last = jax.process_index(), jax.process_count() - 1
     where = folder(f'asked-{jax.process_count()}')
@@ -164,7 +164,7 @@ def check_all_ask_for_the_same() -> None:
             checkpointer.save(step, {'w': helper.shard(np.full(8, step), P('x'))})
     checkpointer = Checkpointer(where)
     like = {'w': jax.ShapeDtypeStruct((8,), np.int32)}
-    for mine, said in [
+    for arguments, message in [
         ({'step': 1 + (me == last)}, 'calls it with step=2, only=None'),
         ({'rename': [('a', 'b')] * (me == last)}, "rename=[(re.compile('a'), 'b')]"),
         ({'like': {'w': jax.ShapeDtypeStruct((8 + 8 * (me == last),), np.int32)}}, 'w is int32[16]'),
@@ -174,19 +174,19 @@ def check_all_ask_for_the_same() -> None:
             'ArgumentError: step has to be an integer of at least 0, got 1.5',
         ),
     ]:
-        error = caught(checkpointer.restore, **{'helper': helper, 'rules': P('x'), 'like': like, **mine})
-        if me == last and 'ArgumentError' in said:
-            assert said == f'{type(error).__name__}: {error}'
+        error = caught(checkpointer.restore, **{'helper': helper, 'rules': P('x'), 'like': like, **arguments})
+        if me == last and 'ArgumentError' in message:
+            assert message == f'{type(error).__name__}: {error}'
         else:
             assert type(error) is CheckpointError, error
             assert 'restore: the processes disagree (' in str(error), error
-            assert said in str(error), error
+            assert message in str(error), error
     assert checkpointer.restored_step is None
     assert np.asarray(checkpointer.restore(helper, P(), like)['w'].addressable_data(0)).tolist() == [2] * 8
 
 
-def check_what_fails_on_one_process_is_raised_by_all() -> None:
-    """Before they read arrays, for which each would wait for the others."""
+def check_failure_on_one_process_is_raised_by_all() -> None:
+    """They raise before they read arrays, for which each process would wait for the others."""
     helper = meshes()[0]
     me, last = jax.process_index(), jax.process_count() - 1
     where, part = folder(f'one-fails-{jax.process_count()}'), folder(f'one-sees-{jax.process_count()}')
@@ -210,7 +210,7 @@ def check_what_fails_on_one_process_is_raised_by_all() -> None:
             self.state = state
 
     iterator = Iterator()
-    for directory, mine, own, others in [
+    for directory, options, local_text, others in [
         (where, {'like': fails}, 'no configuration', f'process {last}: FileNotFoundError: no configuration'),
         (
             where,
@@ -226,9 +226,9 @@ def check_what_fails_on_one_process_is_raised_by_all() -> None:
         ),
     ]:
         error = caught(
-            Checkpointer(directory).restore, **{'helper': helper, 'rules': P('x'), 'like': like, **mine}
+            Checkpointer(directory).restore, **{'helper': helper, 'rules': P('x'), 'like': like, **options}
         )
-        assert (own if me == last else others) in str(error), error
+        assert (local_text if me == last else others) in str(error), error
     assert iterator.state is None
 
 
@@ -240,7 +240,7 @@ def caught(function: Any, **kwargs: Any) -> BaseException:
     raise AssertionError('no error was raised')
 
 
-def check_damage_is_found_by_all() -> None:
+def check_damage_is_found_by_all_processes() -> None:
     helper = meshes()[0]
     where = folder(f'damaged-{jax.process_count()}')
     with Checkpointer(where) as checkpointer:
@@ -257,10 +257,10 @@ def check_damage_is_found_by_all() -> None:
     with Checkpointer(where) as checkpointer:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter('always')
-            found = checkpointer.restore(helper, rule(helper), state(helper), verify=True)
-        assert_same(found, helper)
+            restored = checkpointer.restore(helper, rule(helper), state(helper), verify=True)
+        assert_same(restored, helper)
         assert checkpointer.restored_step == 1
-        [warning] = [one for one in caught if one.category is CheckpointWarning]
+        [warning] = [file for file in caught if file.category is CheckpointWarning]
         assert 'step 2: ' in str(warning.message) and 'step 3: ' in str(warning.message)
         try:
             checkpointer.restore(helper, rule(helper), state(helper), step=3)

@@ -1,4 +1,4 @@
-"""Checkpointers of which one process fails: what runs in each, started by checkpoint/test_processes.py.
+"""Checks of checkpoints if one process fails: checkpoint/test_processes.py runs them in each process.
 
 Everybody gets an error within seconds, and the next call works. Where a process does not come at all, the
 others get theirs after the timeout.
@@ -44,7 +44,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """What is raised, here as elsewhere, and soon."""
+    """Returns the error of a call, which has to be raised soon."""
     begun = time.monotonic()
     try:
         function(*args, **kwargs)
@@ -56,7 +56,7 @@ def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 @contextlib.contextmanager
 def failing(owner: Any, name: str, here: bool) -> Iterator[None]:
-    """A function that raises OSError in one process."""
+    """Makes a function that raises OSError in one process."""
     function = getattr(owner, name)
 
     def failed(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def failing(owner: Any, name: str, here: bool) -> Iterator[None]:
 
 
 def assert_saves(checkpointer: Checkpointer, step: int) -> None:
-    """The next save is complete, and nothing else is left."""
+    """Checks that the next save is complete, and that no other files are left."""
     assert checkpointer.save(step, state(step))
     checkpointer.close()
     restored = Checkpointer(checkpointer._directory).restore(helper(), P(), LIKE, verify=True)
@@ -92,48 +92,56 @@ def check_saves_that_differ() -> None:
     checkpointer = Checkpointer(folder('differ'), timeout=100)
     gone = jnp.ones(3)
     gone.delete()
-    one = jax.process_count() - 1
-    for step, (mine, own, others) in enumerate(
+    last_process = jax.process_count() - 1
+    for step, (changes, local_text, others) in enumerate(
         [
             (
                 {'state': {'w': gone}},
                 'w: float32[3]: it was donated',
-                f'process {one}: CheckpointError: some',
+                f'process {last_process}: CheckpointError: some',
             ),
-            ({'state': {**state(1), 'n': 3}}, 'n is Python int 3, and', f'process {one}: n is Python int 3'),
+            (
+                {'state': {**state(1), 'n': 3}},
+                'n is Python int 3, and',
+                f'process {last_process}: n is Python int 3',
+            ),
             ({'step': 99}, 'calls it with step=99, keep=3', 'and process 0 with step='),
-            ({'data': Broken()}, 'ZeroDivisionError', f'process {one}: ZeroDivisionError'),
-            ({'data': {1}}, 'is neither bytes nor JSON', f'process {one}: CheckpointError: data='),
+            ({'data': Broken()}, 'ZeroDivisionError', f'process {last_process}: ZeroDivisionError'),
+            ({'data': {1}}, 'is neither bytes nor JSON', f'process {last_process}: CheckpointError: data='),
         ]
     ):
-        given = {'step': step, 'state': state(step), **(mine if last() else {})}
-        text = error_of(checkpointer.save, **given)
-        if others.startswith(f'process {one}: CheckpointError') or 'Error: ' in own or own.startswith('Zero'):
-            assert (own if last() else others) in text, text
+        arguments = {'step': step, 'state': state(step), **(changes if last() else {})}
+        text = error_of(checkpointer.save, **arguments)
+        if (
+            others.startswith(f'process {last_process}: CheckpointError')
+            or 'Error: ' in local_text
+            or local_text.startswith('Zero')
+        ):
+            assert (local_text if last() else others) in text, text
         else:
             assert text.startswith('CheckpointError: save: the processes disagree (step='), text
-            assert others in text or own in text, text
+            assert others in text or local_text in text, text
     for value in (np.arange(3), 7):
         text = error_of(checkpointer.save, 9, {**state(9), 'n': value + last()})
-        assert f'process {one}: n is ' in text and 'and ' in text, text
+        assert f'process {last_process}: n is ' in text and 'and ' in text, text
     assert checkpointer.latest_step() is None
     assert_saves(checkpointer, 10)
 
 
-def check_a_process_that_cannot_look_or_begin() -> None:
-    """Process 0 looks for what there is, and makes the folder."""
+def check_process_0_cannot_list_or_begin() -> None:
+    """Process 0 lists the steps, and makes the folder."""
     checkpointer = Checkpointer(folder('look'), timeout=100)
     first = jax.process_index() == 0
     for owner, name in ((_atomic_commit, 'complete_steps'), (_atomic_commit.StepDirectory, 'prepare')):
         with failing(owner, name, first):
             text = error_of(checkpointer.save, 1, state(1))
-        said = 'CheckpointError: step 1 could not be saved in '
-        assert said in text and 'OSError: [Errno 5] Input/output error' in text, text
+        message = 'CheckpointError: step 1 could not be saved in '
+        assert message in text and 'OSError: [Errno 5] Input/output error' in text, text
     assert_saves(checkpointer, 1)
 
 
-def check_a_process_that_cannot_copy_or_write() -> None:
-    """`save` has returned on the others, which get the error of `wait`, or of the next save."""
+def check_process_that_cannot_copy_or_write() -> None:
+    """`save` has returned on the other processes, where `wait` or the next save raises."""
     checkpointer = Checkpointer(folder('write'), timeout=100)
     for who in (0, jax.process_count() - 1):
         here = jax.process_index() == who
@@ -150,11 +158,11 @@ def check_a_process_that_cannot_copy_or_write() -> None:
                         continue
                     text = error_of(checkpointer.wait)
             assert text.startswith('CheckpointError: '), text
-            said = f'process {who} could not write its files: OSError: [Errno 5] Input/output error'
+            message = f'process {who} could not write its files: OSError: [Errno 5] Input/output error'
             if here:
                 assert 'OSError: [Errno 5] Input/output error' in text, text
             elif jax.process_index() == 0:
-                assert said in text, text
+                assert message in text, text
             else:
                 assert 'see the error on process 0' in text, text
             if who == 0:
@@ -167,8 +175,8 @@ def check_a_process_that_cannot_copy_or_write() -> None:
     assert_saves(checkpointer, 4)
 
 
-def check_orbax_alone_lets_the_others_wait() -> None:
-    """Of its own checkpointer they have nothing but the end of the time, and no word of who has failed."""
+def check_orbax_alone_waits_for_a_failed_process() -> None:
+    """With Orbax's checkpointer the others only get a timeout, which does not name the failed process."""
     options = ocp.options.AsyncOptions(timeout_secs=3)
     checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), async_options=options)
 
@@ -181,12 +189,12 @@ def check_orbax_alone_lets_the_others_wait() -> None:
     assert ('Input/output error' if last() else 'TimeoutError: Timed out while waiting') in text, text
 
 
-def check_a_restore_that_fails_on_one() -> None:
+def check_restore_that_fails_on_one_process() -> None:
     where = folder('restore')
     with Checkpointer(where) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state(step), data=step)
-    one = jax.process_count() - 1
+    process = jax.process_count() - 1
     for owner, name in (
         (_checkpointer, 'complete_steps'),
         (_saved_step.SavedStep, 'damage'),
@@ -200,9 +208,9 @@ def check_a_restore_that_fails_on_one() -> None:
                 assert 'it cannot be read: [Errno 5] Input/output error' in text, text
             else:
                 text = error_of(reader.restore, helper(), P('x'), LIKE)
-                assert ('OSError: [Errno 5]' if last() else f'process {one}: OSError: [Errno 5]') in text, (
-                    text
-                )
+                assert (
+                    'OSError: [Errno 5]' if last() else f'process {process}: OSError: [Errno 5]'
+                ) in text, text
         assert reader.restored_step is None
         assert int(reader.restore(helper(), P(), LIKE)['w'].addressable_data(0)[0]) == 2
     reader = Checkpointer(where, timeout=100)
@@ -240,8 +248,8 @@ def check_all_processes_of_a_job_are_one_writer() -> None:
     assert_saves(new, 3)
 
 
-def check_a_step_that_comes_while_they_look() -> None:
-    """One process sees it and another does not: it is none that a restart has to go on from."""
+def check_step_committed_while_listing() -> None:
+    """Only some processes see the step, so a restart does not continue from it."""
     where = folder('comes')
     old, new = (Checkpointer(where, timeout=100) for _ in range(2))
     for step in (1, 2):
@@ -260,7 +268,7 @@ def check_a_step_that_comes_while_they_look() -> None:
 
 
 def check_sixteen_threads_of_each_process() -> None:
-    """Readers among them; those who save do so one after the other, as every process has to."""
+    """Some threads read; the saves run one after the other, in the same order on every process."""
     checkpointer = Checkpointer(folder('threads'), timeout=100)
     for step in (1, 2):
         checkpointer.save(step, state(step))
@@ -278,8 +286,8 @@ def check_sixteen_threads_of_each_process() -> None:
     assert not [name for name in names if name.startswith('scalax') and name != 'scalax-exit']
 
 
-def check_a_process_that_does_not_come() -> None:
-    """The others have the error once the timeout is over, and so has the one that comes late."""
+def check_missing_process() -> None:
+    """The others raise after the timeout, and so does the process that arrives late."""
     checkpointer, more = Checkpointer(folder('absent'), timeout=2), state(1)
     for call in (lambda: checkpointer.save(1, more), lambda: checkpointer.restore(helper(), P(), LIKE)):
         if not last():

@@ -1,4 +1,4 @@
-"""Host data across processes: what runs in each of them, started by data/host/test_processes.py.
+"""Checks of host data with several processes: data/host/test_processes.py runs them in each process.
 
 Any number of processes; every function here runs on all of them at the same time.
 """
@@ -47,7 +47,7 @@ def orders() -> dict[str, list[Any]]:
 
 
 def helpers() -> Iterator[tuple[MeshShardingHelper, Any]]:
-    """Meshes of all kinds, each with the axes over which the batch is sharded."""
+    """Yields meshes, each with the axes over which to shard the batch."""
     for name, devices in orders().items():
         helper = MeshShardingHelper([-1, 2], ['data', 'tp'], devices=devices)
         yield helper, None
@@ -79,26 +79,28 @@ def whole_batch(rows: int) -> dict[str, Any]:
     }
 
 
-def taken(batch: dict[str, Any], rows: Any) -> dict[str, Any]:
+def select(batch: dict[str, Any], rows: Any) -> dict[str, Any]:
     return {name: leaf if np.ndim(leaf) == 0 else leaf[rows] for name, leaf in batch.items()}
 
 
-def assert_same(found: Any, wanted: Any) -> None:
-    if jax.dtypes.issubdtype(found.dtype, jax.dtypes.prng_key):
-        found, wanted = jax.random.key_data(found), jax.random.key_data(wanted)
-    found, wanted = np.asarray(found), np.asarray(wanted)
-    assert found.shape == wanted.shape
-    assert found.tobytes() == wanted.astype(found.dtype).tobytes()
+def assert_same(actual: Any, expected: Any) -> None:
+    if jax.dtypes.issubdtype(actual.dtype, jax.dtypes.prng_key):
+        actual, expected = jax.random.key_data(actual), jax.random.key_data(expected)
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape
+    assert actual.tobytes() == expected.astype(actual.dtype).tobytes()
 
 
-def assert_global(arrays: dict[str, jax.Array], wanted: dict[str, Any]) -> None:
-    """Every device holds the right rows, bit by bit."""
-    assert arrays.keys() == wanted.keys()
+def assert_global(arrays: dict[str, jax.Array], expected: dict[str, Any]) -> None:
+    """Checks that every device holds the right examples, bit by bit."""
+    assert arrays.keys() == expected.keys()
     for name, array in arrays.items():
-        assert array.shape == np.shape(wanted[name])
+        assert array.shape == np.shape(expected[name])
         assert len(array.addressable_shards) == jax.local_device_count()
         for shard in array.addressable_shards:
-            assert_same(shard.data, wanted[name][shard.index[: array.ndim]] if array.ndim else wanted[name])
+            assert_same(
+                shard.data, expected[name][shard.index[: array.ndim]] if array.ndim else expected[name]
+            )
 
 
 def own_rows(rows: int) -> slice:
@@ -125,13 +127,13 @@ def check_every_dtype() -> None:
 
 def assert_both_ways(helper: MeshShardingHelper, axes: Any, batch: dict[str, Any]) -> None:
     rows = 2 * jax.device_count()
-    mine = taken(batch, own_rows(rows))
-    arrays = helper.local_data_to_global_array(mine, mesh_axis_subset=axes)
+    local = select(batch, own_rows(rows))
+    arrays = helper.local_data_to_global_array(local, mesh_axis_subset=axes)
     assert_global(arrays, batch)
     for name, leaf in helper.global_array_to_local_data(arrays).items():
-        assert_same(leaf, mine[name])
+        assert_same(leaf, local[name])
     # The rows that are needed here, without any exchange.
-    held = taken(batch, helper.process_examples(rows, mesh_axis_subset=axes))
+    held = select(batch, helper.process_examples(rows, mesh_axis_subset=axes))
     arrays = helper.local_data_to_global_array(
         held, mesh_axis_subset=axes, local_batch='addressable', check_replicas=True
     )
@@ -143,48 +145,50 @@ def assert_both_ways(helper: MeshShardingHelper, axes: Any, batch: dict[str, Any
 def check_other_batch_axes() -> None:
     rows = jax.device_count()
     for helper, axes in itertools.islice(helpers(), 3):
-        whole = np.arange(5 * rows * 2).reshape(5, rows, 2)
-        array = helper.local_data_to_global_array(whole[:, own_rows(rows)], 1, axes)
-        assert_global({'x': array}, {'x': whole})
-        assert_same(helper.global_array_to_local_data(array, -2), whole[:, own_rows(rows)])
-        whole = whole.transpose(0, 2, 1)
-        array = helper.local_data_to_global_array(whole[..., own_rows(rows)], -1, axes)
-        assert_global({'x': array}, {'x': whole})
+        global_array = np.arange(5 * rows * 2).reshape(5, rows, 2)
+        array = helper.local_data_to_global_array(global_array[:, own_rows(rows)], 1, axes)
+        assert_global({'x': array}, {'x': global_array})
+        assert_same(helper.global_array_to_local_data(array, -2), global_array[:, own_rows(rows)])
+        global_array = global_array.transpose(0, 2, 1)
+        array = helper.local_data_to_global_array(global_array[..., own_rows(rows)], -1, axes)
+        assert_global({'x': array}, {'x': global_array})
 
 
-def check_rows_that_do_not_divide_by_the_devices_of_a_process() -> None:
+def check_examples_that_do_not_divide_by_the_devices_of_a_process() -> None:
     for devices in (orders()['backwards'], orders()['evens first']):
         helper = MeshShardingHelper([count(), -1], ['data', 'tp'], devices=devices)
-        whole = np.arange(3 * count() * 2).reshape(-1, 2)
-        array = helper.local_data_to_global_array(whole[own_rows(len(whole))], mesh_axis_subset='data')
-        assert_global({'x': array}, {'x': whole})
+        global_array = np.arange(3 * count() * 2).reshape(-1, 2)
+        array = helper.local_data_to_global_array(
+            global_array[own_rows(len(global_array))], mesh_axis_subset='data'
+        )
+        assert_global({'x': array}, {'x': global_array})
 
 
-def check_a_mesh_set_elsewhere_does_not_matter() -> None:
+def check_mesh_set_by_the_user() -> None:
     batch = whole_batch(jax.device_count())
-    mine = taken(batch, own_rows(jax.device_count()))
+    local = select(batch, own_rows(jax.device_count()))
     helper = MeshShardingHelper([-1], ['data'], devices=orders()['backwards'])
     for axis_type in (AxisType.Auto, AxisType.Explicit):
         other = Mesh(np.asarray(orders()['evens first']), ('other',), axis_types=(axis_type,))
         with jax.set_mesh(other):
-            assert_global(helper.local_data_to_global_array(mine), batch)
-            assert_same(helper.gather(helper.local_data_to_global_array(mine['x'])), batch['x'])
+            assert_global(helper.local_data_to_global_array(local), batch)
+            assert_same(helper.gather(helper.local_data_to_global_array(local['x'])), batch['x'])
             assert helper.broadcast_from(1, me()) == 1
-            with helper.prefetch([mine, mine]) as batches:
+            with helper.prefetch([local, local]) as batches:
                 for arrays in batches:
                     assert_global(arrays, batch)
 
 
-def check_processes_with_devices_of_unequal_number() -> None:
+def check_processes_with_different_numbers_of_devices() -> None:
     devices = orders()['as they come'][:-1]
     helper = MeshShardingHelper([-1], ['data'], devices=devices)
     rows = len(devices) * count()
-    whole = np.arange(rows)
-    array = helper.local_data_to_global_array(whole[own_rows(rows)])
+    global_array = np.arange(rows)
+    array = helper.local_data_to_global_array(global_array[own_rows(rows)])
     for shard in array.addressable_shards:
-        assert_same(shard.data, whole[shard.index])
-    assert_same(helper.gather(array), whole)
-    assert_same(helper.global_array_to_local_data(array), whole[own_rows(rows)])
+        assert_same(shard.data, global_array[shard.index])
+    assert_same(helper.gather(array), global_array)
+    assert_same(helper.global_array_to_local_data(array), global_array[own_rows(rows)])
     assert_same(helper.broadcast_from(0, np.full(5, me())), np.zeros(5, int))
 
 
@@ -194,8 +198,8 @@ def check_meshes_of_some_processes() -> None:
     assert_same(array, np.arange(8) + me())
     assert here.broadcast_from(me(), 5) == 5
     other = (me() + 1) % count()
-    theirs = [device for device in jax.devices() if device.process_index == other]
-    there = MeshShardingHelper([-1], ['data'], devices=theirs)
+    other_devices = [device for device in jax.devices() if device.process_index == other]
+    there = MeshShardingHelper([-1], ['data'], devices=other_devices)
     message = (
         f'process {me()} has no devices in this mesh (its devices belong to processes {other}). Call this on '
         'those processes only, or make the mesh from devices of all processes'
@@ -215,8 +219,8 @@ def raises(message: str, kind: type[BaseException] = DataError) -> Iterator[None
     try:
         yield
     except kind as error:
-        found = str(error)
-        assert found == message, f'\n{found}\n--- is not ---\n{message}'
+        info = str(error)
+        assert info == message, f'\n{info}\n--- is not ---\n{message}'
     else:
         raise AssertionError(f'no {kind.__name__}')
 
@@ -226,19 +230,19 @@ def raises(message: str, kind: type[BaseException] = DataError) -> Iterator[None
 
 @contextlib.contextmanager
 def compilations(most: int) -> Iterator[None]:
-    """How many programs are compiled: without one, nothing can be communicated."""
-    found: list[str] = []
+    """Checks the number of compiled programs: without one, nothing can be communicated."""
+    events: list[str] = []
 
     def listen(event: str, seconds: float, **_: Any) -> None:
         if event == '/jax/core/compile/backend_compile_duration':
-            found.append(event)
+            events.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         yield
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    assert len(found) == most, f'{len(found)} programs were compiled, not {most}'
+    assert len(events) == most, f'{len(events)} programs were compiled, not {most}'
 
 
 def check_numpy_arrays_of_a_compiled_function() -> None:
@@ -262,7 +266,7 @@ def check_numpy_arrays_of_a_compiled_function() -> None:
     assert helper.sjit(jnp.sum, in_shardings=P())(np.ones(8, np.float32)) == 8
 
 
-def check_nothing_is_communicated_without_need() -> None:
+def check_no_unneeded_communication() -> None:
     helper = MeshShardingHelper([-1, 2], ['data', 'tp'])
     width = itertools.count(11)  # shapes that nothing was compiled for
     process_collectives._queue_calls = itertools.count(1)  # a wait for simulated devices is a program too
@@ -340,14 +344,14 @@ def check_disagreement() -> None:
         f"local_batch='equal_share'\n{ADVICE}"
     ):
         helper.local_data_to_global_array(np.zeros((n, n)), 1 if last() else 0)
-    own = (
+    local_text = (
         f'local data does not fit the mesh ({sizes}), with the batch on axis 0 over mesh axes '
         "('data', 'tp'):\n  x: str is not an array\n"
         'What to do: pad the batch or drop its last examples, or shard it over fewer axes with '
         'mesh_axis_subset.'
     )
-    told = f'  process {odd}: DataError: {own}'.replace('\n', '\n    ')
-    with raises(own if last() else f'{head}\n{told}\n{ADVICE}'):
+    told = f'  process {odd}: DataError: {local_text}'.replace('\n', '\n    ')
+    with raises(local_text if last() else f'{head}\n{told}\n{ADVICE}'):
         helper.local_data_to_global_array({'x': 'text' if last() else np.zeros(n)})
     # After all this they still agree.
     assert_same(helper.local_data_to_global_array(7), 7)
@@ -384,18 +388,18 @@ def check_leaves_without_elements() -> None:
     for devices in (orders()['as they come'], orders()['backwards']):  # rows stay, and rows move
         helper = MeshShardingHelper([-1, 2], ['data', 'tp'], devices=devices)
         n = jax.local_device_count()
-        mine = {
+        local = {
             'wide': np.zeros((n, 0), np.float32),
             'long': np.zeros((0, 4), np.float32),
             'x': np.full((n, 3), me()),
             'keys': jax.random.split(jax.random.key(0), (n, 2))[:, :0],
         }
         for axes in (None, 'data', ('tp', 'data')):
-            arrays = helper.local_data_to_global_array(mine, mesh_axis_subset=axes)
+            arrays = helper.local_data_to_global_array(local, mesh_axis_subset=axes)
             assert arrays['wide'].shape == arrays['keys'].shape == (n * count(), 0)
             assert arrays['long'].shape == (0, 4)
             for name, leaf in helper.global_array_to_local_data(arrays).items():
-                assert_same(leaf, mine[name])
+                assert_same(leaf, local[name])
 
 
 def deleted_on_the_last(array: jax.Array) -> jax.Array:
@@ -404,7 +408,7 @@ def deleted_on_the_last(array: jax.Array) -> jax.Array:
     return array
 
 
-def check_one_that_cannot_bring_its_part_tells_the_others() -> None:
+def check_errors_of_shard_and_gather_reach_all_processes() -> None:
     helper = MeshShardingHelper([-1], ['data'])
     n, odd = jax.local_device_count(), count() - 1
     call = f'mesh (data={jax.device_count()})'
@@ -424,33 +428,33 @@ def check_one_that_cannot_bring_its_part_tells_the_others() -> None:
         with says(gone if last() else f'process {odd}: RuntimeError: {gone}'):
             make(deleted_on_the_last(jnp.arange(n)))
     # Values of global arrays, and their placement.
-    whole = np.arange(4 * jax.device_count())
+    global_array = np.arange(4 * jax.device_count())
 
     def placed() -> jax.Array:
-        return helper.shard(whole, P('data'))
+        return helper.shard(global_array, P('data'))
 
-    said = f'int32[{len(whole)}] as {P("data")}'
-    line = f'process {odd}: x is {said}, deleted, and {said} on process 0'
+    message = f'int32[{len(global_array)}] as {P("data")}'
+    line = f'process {odd}: x is {message}, deleted, and {message} on process 0'
     with says(f'gather: the processes disagree ({call}):\n  {line}'):
         helper.gather({'x': deleted_on_the_last(placed())})
-    line, more = f'process {odd}: a is {said}, and missing on process 0', placed()
+    line, more = f'process {odd}: a is {message}, and missing on process 0', placed()
     with says(f'gather: the processes disagree ({call}):\n  {line}'):
         helper.gather({'x': placed(), 'a': more if last() else 1})
-    across = helper.shard(whole.reshape(4, -1), P(None, 'data'))
+    across = helper.shard(global_array.reshape(4, -1), P(None, 'data'))
     with says('global_array_to_local_data: the processes disagree'):
         helper.global_array_to_local_data({'x': deleted_on_the_last(across), 'y': more})
-    line = f'process {odd}: x is int32[{len(whole) + 8}] for {P("data")}, and int32[{len(whole)}] for'
+    line = f'process {odd}: x is int32[{len(global_array) + 8}] for {P("data")}, and int32[{len(global_array)}] for'
     with says(f'shard: the processes disagree ({call}):\n  {line}'):
-        helper.shard({'x': np.arange(len(whole) + 8 * last())}, P('data'))
+        helper.shard({'x': np.arange(len(global_array) + 8 * last())}, P('data'))
     with says('x: int64[3]' if last() else f'process {odd}: ShardingError: One leaf cannot be sharded'):
-        helper.shard({'x': np.arange(3) if last() else whole}, P('data'))
+        helper.shard({'x': np.arange(3) if last() else global_array}, P('data'))
     # After all this they still agree.
-    assert_same(helper.gather(placed()), whole)
+    assert_same(helper.gather(placed()), global_array)
 
 
 @contextlib.contextmanager
 def says(message: str) -> Iterator[None]:
-    """An error whose text has this in it."""
+    """Checks that an error contains *message*."""
     try:
         yield
     except Exception as error:
@@ -483,20 +487,20 @@ def check_broadcast() -> None:
             'device': jnp.arange(4) + process,
         }
 
-    found = helper.broadcast_from(source, tree(me()))
-    for name, wanted in tree(source).items():
-        assert type(found[name]) is type(wanted) or isinstance(found[name], np.ndarray), name
+    result = helper.broadcast_from(source, tree(me()))
+    for name, expected in tree(source).items():
+        assert type(result[name]) is type(expected) or isinstance(result[name], np.ndarray), name
         assert_same(
-            np.asarray(found[name]) if np.ndim(wanted) == 0 and name != 'key' else found[name], wanted
+            np.asarray(result[name]) if np.ndim(expected) == 0 and name != 'key' else result[name], expected
         )
-    assert found['key'].dtype == jax.random.key(0).dtype
-    assert found['rbg'].dtype == jax.random.key(0, impl='rbg').dtype
+    assert result['key'].dtype == jax.random.key(0).dtype
+    assert result['rbg'].dtype == jax.random.key(0, impl='rbg').dtype
     # Abstract trees elsewhere, and global arrays that all hold whole.
     tree_or_shapes = tree(source) if me() == source else jax.eval_shape(lambda: {'x': jnp.zeros((2, 3))})
-    found = helper.broadcast_from(
+    result = helper.broadcast_from(
         source, {'x': np.full((2, 3), 5, np.float32)} if me() == source else tree_or_shapes
     )
-    assert_same(found['x'], np.full((2, 3), 5, np.float32))
+    assert_same(result['x'], np.full((2, 3), 5, np.float32))
     replicated = helper.local_data_to_global_array(9)
     assert helper.broadcast_from(0, replicated) == 9
 
@@ -523,7 +527,7 @@ def check_gather() -> None:
     for helper, axes in itertools.islice(helpers(), 4):
         rows = jax.device_count()
         batch = whole_batch(rows)
-        arrays = helper.local_data_to_global_array(taken(batch, own_rows(rows)), mesh_axis_subset=axes)
+        arrays = helper.local_data_to_global_array(select(batch, own_rows(rows)), mesh_axis_subset=axes)
         keys = arrays.pop('keys')
         for name, leaf in helper.gather(arrays).items():
             assert isinstance(leaf, np.ndarray)
@@ -533,28 +537,30 @@ def check_gather() -> None:
 
 def check_shard_of_keys() -> None:
     # JAX does not put typed keys on devices of other processes.
-    whole = {
+    global_keys = {
         'many': jax.random.split(jax.random.key(7), 4 * jax.device_count()),
         'one': jax.random.key(1, impl='rbg'),
         'plain': np.arange(4 * jax.device_count()),
     }
     for helper, _ in itertools.islice(helpers(), 4):
         rules = {'many': P('data'), 'one': P(), 'plain': P('data')}
-        placed = helper.shard(whole, rules)
-        assert_global(placed, whole)
-        assert jax.tree.map(lambda leaf: leaf.sharding, placed) == helper.match_sharding_rule(rules, whole)
-        assert placed['one'].dtype == whole['one'].dtype
+        placed = helper.shard(global_keys, rules)
+        assert_global(placed, global_keys)
+        assert jax.tree.map(lambda leaf: leaf.sharding, placed) == helper.match_sharding_rule(
+            rules, global_keys
+        )
+        assert placed['one'].dtype == global_keys['one'].dtype
         moved = helper.shard(placed, {'many': P('tp'), 'one': P(), 'plain': P('tp')})
-        assert_global(moved, whole)
+        assert_global(moved, global_keys)
         assert moved['many'].sharding.spec == P('tp')
-        functions, _ = helper.make_shard_and_gather_fns(whole, rules)
-        assert_global(helper.apply_shard_and_gather_fns(functions, whole), whole)
+        functions, _ = helper.make_shard_and_gather_fns(global_keys, rules)
+        assert_global(helper.apply_shard_and_gather_fns(functions, global_keys), global_keys)
         with jax.set_mesh(MeshShardingHelper([-1], ['other']).mesh):
-            assert_global(helper.shard(whole, rules), whole)
+            assert_global(helper.shard(global_keys, rules), global_keys)
 
 
 def check_weak_types() -> None:
-    """JAX makes strongly typed arrays of the parts that processes hold; a program must not depend on it."""
+    """JAX makes strongly typed arrays from local shards; a program must not depend on it."""
     helper = MeshShardingHelper([-1], ['data'])
     values = {'step': 3, 'rate': 0.25, 'fixed': np.float32(1), 'x': np.zeros(len(jax.devices()), np.float32)}
     step = helper.sjit(lambda state: {**state, 'step': state['step'] + 1}, out_shardings=P())
@@ -572,30 +578,32 @@ def check_weak_types() -> None:
 
 
 def check_specs_that_hold_sets() -> None:
-    """JAX prints the axes of a set in an order of each process's own; the processes still agree."""
+    """JAX prints the axes of a set in an order that differs between processes; they still agree."""
     helper = MeshShardingHelper(
         [-1, 2, 1, 1, 1], ['a', 'b', 'c', 'd', 'e'], axis_types=jax.sharding.AxisType.Explicit
     )
-    whole = np.arange(4 * jax.device_count())
-    parts = helper.shard(whole, P('a', unreduced={'b', 'c', 'd', 'e'}))
+    global_array = np.arange(4 * jax.device_count())
+    parts = helper.shard(global_array, P('a', unreduced={'b', 'c', 'd', 'e'}))
     moved = helper.shard(parts, P('a', reduced={'b', 'c', 'd', 'e'}))
-    assert_same(helper.gather(moved), whole)
+    assert_same(helper.gather(moved), global_array)
 
 
-def check_rows_of_arrays_sharded_along_other_axes() -> None:
+def check_examples_of_arrays_sharded_along_other_axes() -> None:
     helper = MeshShardingHelper([-1, 2], ['data', 'tp'])
-    whole = np.arange(8 * 4 * jax.device_count()).reshape(-1, 8)
+    global_array = np.arange(8 * 4 * jax.device_count()).reshape(-1, 8)
 
     def placed(spec: P) -> jax.Array:
         sharding = NamedSharding(helper.mesh, spec)
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+        return jax.make_array_from_callback(global_array.shape, sharding, lambda index: global_array[index])
 
     both, other = placed(P('data', 'tp')), placed(P(None, ('data', 'tp')))
-    assert_same(helper.global_array_to_local_data(both), whole[own_rows(len(whole))])
-    assert_same(helper.global_array_to_local_data(other), whole[own_rows(len(whole))])  # fetched
+    assert_same(helper.global_array_to_local_data(both), global_array[own_rows(len(global_array))])
+    assert_same(
+        helper.global_array_to_local_data(other), global_array[own_rows(len(global_array))]
+    )  # fetched
     with raises(
         'global arrays have no local share along axis 0:\n'
-        f'  x: int32{list(whole.shape)}: no process holds entire examples, because another axis is sharded '
+        f'  x: int32{list(global_array.shape)}: no process holds entire examples, because another axis is sharded '
         f'over several processes ({other.sharding})\n'
         'What to do: choose another batch_axis, or fetch entire arrays with helper.gather.'
     ):
@@ -614,7 +622,7 @@ def check_rows_of_arrays_sharded_along_other_axes() -> None:
 
 
 def step_of(helper: MeshShardingHelper) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """A step whose collectives are still running when the next batch is asked for."""
+    """The collectives of a step still run when the loop requests the next batch."""
 
     @helper.sjit(in_shardings=(P(), None), out_shardings=P())
     def step(state: jax.Array, batch: jax.Array) -> jax.Array:
@@ -630,16 +638,16 @@ def check_prefetch_beside_steps() -> None:
     for devices in (orders()['as they come'], orders()['backwards']):  # rows stay, and rows move
         helper = MeshShardingHelper([-1], ['data'], devices=devices)
         step = step_of(helper)
-        whole = [np.full(rows, float(i)) for i in range(steps)]
+        global_array = [np.full(rows, float(i)) for i in range(steps)]
         state = helper.local_data_to_global_array(
             np.zeros((64, 64)), mesh_axis_subset=[], local_batch='addressable'
         )
-        for batch in helper.prefetch(part[own_rows(rows)] for part in whole):
+        for batch in helper.prefetch(part[own_rows(rows)] for part in global_array):
             state = step(state, batch)
         assert_same(state.addressable_data(0)[0, 0], np.float32(3 * rows * steps * (steps - 1) / 2))
 
 
-def check_steps_that_nobody_waits_for() -> None:
+def check_queue_of_steps_is_bounded() -> None:
     # Simulated devices take 32 programs ahead. A longer queue hangs, mostly; nothing else here is so long.
     faulthandler.dump_traceback_later(50, exit=True)
     helper = MeshShardingHelper([-1], ['data'])
@@ -654,7 +662,7 @@ def check_steps_that_nobody_waits_for() -> None:
     part = np.ones((32 * jax.local_device_count(), 256), np.float32)
     parts = itertools.repeat(part, 100)
     for batches in (
-        (helper.local_data_to_global_array(each, check=False) for each in parts),
+        (helper.local_data_to_global_array(rows, check=False) for rows in parts),
         helper.prefetch(itertools.repeat(part, 100), check=False),
     ):
         state = eye
@@ -667,8 +675,8 @@ def check_steps_that_nobody_waits_for() -> None:
 def check_data_that_ends_early() -> None:
     helper = MeshShardingHelper([-1], ['data'])
     rows = jax.local_device_count()
-    mine = [np.zeros(rows, np.float32)] * (2 if last() else 3)
-    batches = helper.prefetch(mine)
+    batch = [np.zeros(rows, np.float32)] * (2 if last() else 3)
+    batches = helper.prefetch(batch)
     next(batches)
     next(batches)
     call = f"mesh (data={jax.device_count()}), batch on axis 0 over all mesh axes, local_batch='equal_share'"

@@ -50,7 +50,7 @@ def rules(of: dict[str, Any]) -> dict[str, Any]:
 
 
 def fail_at(fault: str) -> None:
-    """Has this process stopped or killed when it asks, or is asked, a question for the n-th time."""
+    """Stops or kills this process when it sends or receives a kind of request for the n-th time."""
     signal, kind, count = fault.split()
     left = int(count)
 

@@ -1,4 +1,4 @@
-"""Moving trees between meshes of several processes: what runs in each of them (reshard/test_processes.py)."""
+"""Checks of resharding with several processes: reshard/test_processes.py runs them in each process."""
 
 import itertools
 from typing import Any
@@ -23,16 +23,16 @@ def helper_of(numbers: Any, *sizes: int) -> MeshShardingHelper:
 
 
 def placed(helper: MeshShardingHelper, x: np.ndarray, spec: P) -> Any:
-    """An array on a mesh, without help of the other processes."""
+    """Makes an array on a mesh without communication."""
     sharding = NamedSharding(helper.mesh, spec)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index], dtype=x.dtype)
 
 
-def assert_equal(array: jax.Array, wanted: np.ndarray) -> None:
-    assert array.shape == wanted.shape, array
-    assert array.dtype == wanted.dtype, array
+def assert_equal(array: jax.Array, expected: np.ndarray) -> None:
+    assert array.shape == expected.shape, array
+    assert array.dtype == expected.dtype, array
     for shard in array.addressable_shards:
-        assert np.asarray(shard.data).tobytes() == wanted[shard.index].tobytes(), shard
+        assert np.asarray(shard.data).tobytes() == expected[shard.index].tobytes(), shard
 
 
 def x_of(dtype: str = 'float32') -> np.ndarray:
@@ -41,8 +41,8 @@ def x_of(dtype: str = 'float32') -> np.ndarray:
     )
 
 
-def check_every_kind_of_meshes() -> None:
-    """Fewer devices, more, others, in another order; sets that are disjoint, overlap, or are one."""
+def check_reshard_between_meshes() -> None:
+    """To fewer devices, more, others, or in another order; disjoint, overlapping and equal sets of devices."""
     meshes = [
         (helper_of(range(8), 4, 2), P('a', 'b')),
         (helper_of(range(7, -1, -1), 2, 4), P('b', 'a')),
@@ -52,9 +52,9 @@ def check_every_kind_of_meshes() -> None:
         (helper_of([5, 2], 2), P()),
     ]
     x = x_of()
-    for (before, spec), (after, wanted) in itertools.permutations(meshes, 2):
+    for (before, spec), (after, expected) in itertools.permutations(meshes, 2):
         source = placed(before, x, spec)
-        moved = after.reshard(source, wanted)
+        moved = after.reshard(source, expected)
         assert_equal(moved, x)
         assert_equal(source, x)
 
@@ -70,7 +70,7 @@ def check_dtypes() -> None:
 
 
 def check_trees() -> None:
-    """Keys, numbers, leaves of which processes hold nothing; donated, and within a bound."""
+    """Keys, scalars, and leaves without local shards; with donation and a memory limit."""
     before, after = helper_of(range(4), 4), helper_of(range(4, 8), 2, 2)
     keys = jax.random.split(jax.random.key(3), 8)
     tree = {
@@ -89,8 +89,8 @@ def check_trees() -> None:
     assert_equal(moved['scalar'], np.float32(2.5))
     assert moved['keys'].dtype == keys.dtype
     for shard in moved['keys'].addressable_shards:
-        wanted = jax.random.key_data(keys)[shard.index[:1]]
-        np.testing.assert_array_equal(jax.random.key_data(shard.data), wanted)
+        expected = jax.random.key_data(keys)[shard.index[:1]]
+        np.testing.assert_array_equal(jax.random.key_data(shard.data), expected)
 
 
 def check_names() -> None:
