@@ -443,7 +443,8 @@ def check_errors_of_shard_and_gather_reach_all_processes() -> None:
     across = helper.shard(global_array.reshape(4, -1), P(None, 'data'))
     with says('global_array_to_local_data: the processes disagree'):
         helper.global_array_to_local_data({'x': deleted_on_the_last(across), 'y': more})
-    line = f'process {odd}: x is int32[{len(global_array) + 8}] for {P("data")}, and int32[{len(global_array)}] for'
+    size = len(global_array)
+    line = f'process {odd}: x is int32[{size + 8}] for {P("data")}, and int32[{size}] for'
     with says(f'shard: the processes disagree ({call}):\n  {line}'):
         helper.shard({'x': np.arange(len(global_array) + 8 * last())}, P('data'))
     with says('x: int64[3]' if last() else f'process {odd}: ShardingError: One leaf cannot be sharded'):
@@ -603,7 +604,8 @@ def check_examples_of_arrays_sharded_along_other_axes() -> None:
     )  # fetched
     with raises(
         'global arrays have no local share along axis 0:\n'
-        f'  x: int32{list(global_array.shape)}: no process holds entire examples, because another axis is sharded '
+        f'  x: int32{list(global_array.shape)}: no process holds entire examples, because another axis is '
+        'sharded '
         f'over several processes ({other.sharding})\n'
         'What to do: choose another batch_axis, or fetch entire arrays with helper.gather.'
     ):
