@@ -68,7 +68,7 @@ def test_text_and_json():
     assert Plan.load(plan.to_json()) == plan
 
 
-def test_a_step_that_is_not_partitioned_says_so():
+def test_text_of_an_unpartitioned_step():
     def writing(params, x):
         return jax.new_ref(2 * x)[...] @ params['blocks']['up'][0]
 
@@ -78,7 +78,7 @@ def test_a_step_that_is_not_partitioned_says_so():
     assert not any(row.reason for row in plan.collectives)
 
 
-def test_modules_do_not_have_the_numbers_of_collectives():
+def test_scopes_exclude_the_indices_of_collectives():
     name = 'jit(step)/transpose(jvp(Model))/up/scalax(weight, 7)/all_gather'
     assert scopes_in(COLLECTIVE_SCOPE.sub('', name)) == ['Model', 'up']
     assert not any('scalax(' in scope.scope for row in made().collectives for scope in row.scopes)

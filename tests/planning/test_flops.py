@@ -310,7 +310,7 @@ def test_bounds(fun, products, exactness):
     ],
     ids=['scaled_matmul', 'scaled_dot'],
 )
-def test_products_of_scaled_blocks_are_not_counted(multiply):
+def test_scaled_matmuls_are_not_counted(multiply):
     matrix, scales = leaf(1, 128, 128, dtype='float8_e4m3fn'), leaf(1, 128, 4, dtype='float8_e8m0fnu')
     assert counted(multiply, matrix, matrix, scales, scales) == Flops(0, Exactness.AT_LEAST)
 
@@ -323,7 +323,7 @@ def test_a_solver_is_counted_as_it_runs():
     assert counted(solved, X) == Flops((1 + 3) * (2 * 4 * 4 + 2 * 2 * 4), Exactness.AT_MOST)
 
 
-def test_loops_of_what_others_call_an_addition():
+def test_primitives_of_other_libraries_with_known_names():
     """The condition of the loop is not known."""
     for name in ('add', 'divide', 'jit'):
         primitive = Primitive(name)
@@ -337,7 +337,7 @@ def test_loops_of_what_others_call_an_addition():
         assert counted(loop, X).exactness is Exactness.AT_LEAST
 
 
-def test_products_of_others():
+def test_unknown_primitives_without_jaxprs():
     primitive = Primitive('dot_general')
     primitive.def_abstract_eval(lambda x, y: x)
     assert counted(lambda x: primitive.bind(x, x), X) == Flops(0)

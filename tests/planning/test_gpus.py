@@ -81,7 +81,7 @@ def test_both_readers_count_the_same(name):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('name', PROGRAMS)
-def test_what_runs_is_explained(name):
+def test_collectives_have_causes(name):
     """All but single numbers have an origin in the partitioner's program, also where several are combined."""
     plan = recorded_plan(name)
     assert not [row for row in plan.collectives if row.cause == 'compiler' and row.bytes > 4]
@@ -128,7 +128,7 @@ def test_memory_is_the_compilers_own(name):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('name', PROGRAMS)
-def test_what_is_held_at_the_peak_has_a_name(name):
+def test_buffers_at_the_peak_have_sources(name):
     plan = recorded_plan(name)
     assert 0.99 * plan.memory.peak <= sum(row.bytes for row in plan.buffers) <= plan.memory.peak
     named = sum(row.bytes for row in plan.buffers if row.source._replace(annotation='') != Source())
@@ -226,7 +226,7 @@ def test_gpus_whose_kernels_xla_has_no_models_of_are_planned_without_a_schedule(
 
 
 @gpu_compiler.needed
-def test_what_does_not_fit_says_so():
+def test_a_program_that_does_not_fit():
     """The compiler makes a program of it all the same."""
     helper = MeshShardingHelper.from_topology('h100:8', [8], ['x'])
     step = helper.sjit(lambda x: x * 2, in_shardings=P(None), out_shardings=P(None))
@@ -563,7 +563,7 @@ def test_simulated_devices_fill_hosts_in_order():
     assert NOT_COMPILED in str(of_one)
 
 
-def test_what_was_compiled_for(gathered):
+def test_note_about_other_hardware(gathered):
     hardware = dataclasses.replace(H100, name='mine', device_kinds=())
     assert gathered.roofline().not_compiled_for == ''
     assert gathered.known_roofline == gathered.roofline()
@@ -579,7 +579,7 @@ def test_compilers_for_gpus_refuse_nothing(gathered):
     assert dataclasses.replace(gathered, memory=dataclasses.replace(memory, limit=None)).fits is None
 
 
-def test_more_than_jax_takes_of_a_gpu(gathered):
+def test_memory_fraction_above_the_default(gathered):
     for size, message in (
         (59e9, ''),
         (73.9e9, 'XLA_PYTHON_CLIENT_MEM_FRACTION=0.93'),

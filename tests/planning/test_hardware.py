@@ -27,7 +27,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize('name', HARDWARE)
-def test_what_is_not_known(name):
+def test_unknown_specs_are_none(name):
     missing = [field for field in NUMBERS if getattr(HARDWARE[name], field) is None]
     assert missing == MISSING.get(name, [])
 
@@ -105,7 +105,7 @@ def test_unknown_names():
     )
 
 
-def test_missing_numbers_are_named():
+def test_missing_specs_are_named():
     with pytest.raises(PlanError) as error:
         required_specs(
             Hardware('mine'), 'name', 'flops_per_second', 'hbm_bytes', 'torus_axes', for_='a roofline'
@@ -117,7 +117,7 @@ def test_missing_numbers_are_named():
     )
 
 
-def test_impossible_numbers_are_named():
+def test_invalid_specs_are_named():
     with pytest.raises(PlanError) as error:
         Hardware('mine', flops_per_second=0)
     assert str(error.value) == "the hardware 'mine' is invalid: flops_per_second is 0"
@@ -167,7 +167,7 @@ def test_the_tables_of_the_documentation(first, kinds, fields):
 
 
 @pytest.mark.parametrize('kind', GPU_KINDS)
-def test_what_is_alike(kind):
+def test_shared_specs_of_gpus(kind):
     assert {field: getattr(HARDWARE[kind], field) for field in ALIKE} == ALIKE
 
 

@@ -342,7 +342,7 @@ STARTED = {
 
 
 @pytest.mark.parametrize(('entry', 'moved', 'called'), STARTED.values(), ids=STARTED)
-def test_what_is_started_moves_what_it_touches(entry, moved, called):
+def test_traffic_of_asynchronous_operations(entry, moved, called):
     assert counted(PARAMETER + textwrap.dedent(entry).strip('\n'), called) == moved * KIB + I32
 
 
@@ -407,7 +407,7 @@ def test_fusions(lines, read, written, nested):
     assert counted(entry, *([outer] if nested else []), inner) == (read + written) * KIB
 
 
-def test_a_loop_moves_what_each_round_takes():
+def test_traffic_of_a_loop():
     """Weights of eight layers, one of which is read in each of eight rounds."""
     loop = """
         %body (s: (s32[], f32[8,256,256])) -> (s32[], f32[8,256,256]) {

@@ -181,7 +181,7 @@ def found(*lines):
     return [(row.kind, row.axes, row.group, row.bytes) for row in collectives(parse(program(*lines)), MESH)]
 
 
-def test_what_the_partitioned_program_lacks_is_added_by_the_compiler():
+def test_collectives_without_origin_are_added_by_the_compiler():
     reduce = 'ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=[4,2]<=[8], to_apply=%add'
     optimized = parse(program(reduce))
     for partitioned, cause in ((reduce, 'sharding'), ('ROOT %c = f32[8]{0} copy(%p)', 'compiler')):
@@ -307,7 +307,7 @@ def test_groups_of_one_send_nothing(line):
     assert found(line) == []
 
 
-def test_what_another_compiler_runs_counts_too():
+def test_custom_calls_with_computations_count():
     call = 'ROOT %r = f32[8]{0} custom-call(%p), custom_call_target="x", called_computations={%add, %inner}'
     inner = program('ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=[4,2]<=[8], to_apply=%add')
     inner = inner[inner.index('ENTRY') :].replace('ENTRY %main', '%inner')
@@ -470,7 +470,7 @@ def test_loops(text, count, counted):
     assert [(row.count, row.exactness) for row in rows] == ([(count, counted)] if count else [])
 
 
-def test_products_of_counts():
+def test_combined_exactness():
     exact, least, most, about = Exactness
     assert exact.combine(exact) is exact
     assert exact.combine(least) is least

@@ -43,7 +43,7 @@ def test_a_plan_comes_back(tmp_path):
         ('{"version": 1, "name": "step"}', 'the text is not a complete plan: '),
     ],
 )
-def test_what_is_no_plan(text, message):
+def test_invalid_json(text, message):
     with pytest.raises((DataError, ArgumentError)) as wrong:
         Plan.load(text)
     assert str(wrong.value).startswith(message)
@@ -72,7 +72,7 @@ def written():
         ({'flops': '3'}, "'3' is not of type int"),
     ],
 )
-def test_what_is_not_a_whole_plan(changes, message):
+def test_incomplete_plans(changes, message):
     values = written()
     assert Plan.load(json.dumps(values)).device_positions
     with pytest.raises(DataError) as wrong:
@@ -95,13 +95,13 @@ def test_nothing_changed():
     assert plan_on([4, 2], RULE).diff(plan_on([4, 2], RULE)) == ''
 
 
-def test_what_is_no_other_plan():
+def test_diff_with_something_else():
     with pytest.raises(ArgumentError) as wrong:
         plan_on([4, 2], RULE).diff('plan.json')
     assert str(wrong.value) == 'diff takes another plan, got str: Plan.load reads one'
 
 
-def test_lines_that_changed_are_told():
+def test_diff_of_changed_lines():
     before, after = plan_on([4, 2], RULE), plan_on([2, 4], P())
     lines = before.diff(after).splitlines()
     assert '-forward on 8 cpu devices (fsdp=4, tp=2)' in lines

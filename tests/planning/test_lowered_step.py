@@ -44,14 +44,14 @@ def test_bytes_of_arguments(given, bytes_of_each):
     assert lowered(lambda x: x, given).argument_bytes == bytes_of_each
 
 
-def test_what_is_not_on_the_device_does_not_count():
+def test_unused_arguments_do_not_count():
     used = array(8, 16, spec=P('fsdp'))
     assert lowered(lambda x, y: x, used, array(64, 64, spec=P())).argument_bytes == 128  # not used
     key = jax.eval_shape(lambda: jax.random.key(0))
     assert lowered(lambda x, k: (x, k), used, key).argument_bytes == 128 + 8
 
 
-def test_what_is_on_the_host_does_not_count():
+def test_arguments_on_the_host_do_not_count():
     kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
     host = next((kind for kind in ('pinned_host', 'unpinned_host') if kind in kinds), None)
     if host is None:

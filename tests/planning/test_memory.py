@@ -144,7 +144,7 @@ def test_on_gpus_all_but_the_memory_of_the_host_is_one():
     assert (more.arguments, more.outputs, more.host) == (memory.arguments, memory.outputs, memory.host)
 
 
-def test_rows_are_all_that_is_held_with_lines_and_arguments():
+def test_buffers_have_lines_and_arguments():
     layout = read_layout(TABLES)
     rows = largest_buffers(layout, parse(PROGRAM))
     assert [(row.bytes, row.count, row.array, str(row.source)) for row in rows] == [
@@ -160,7 +160,7 @@ def test_rows_are_all_that_is_held_with_lines_and_arguments():
     assert sum(row.bytes for row in rows) == assigned_memory(layout).peak
 
 
-def test_what_a_loop_makes_in_a_call_has_the_line_of_the_call():
+def test_source_of_a_value_from_a_call_in_a_loop():
     call = '\n  ROOT %all = (s32[], f32[2,1024]) custom-call(%next), custom_call_target="All", '
     program = PROGRAM.replace('ROOT %next', '%next').replace(
         'tuple(%state#0, %stack)', f'tuple(%state#0, %stack){call}metadata={{stack_frame_id=1}}'
@@ -170,7 +170,7 @@ def test_what_a_loop_makes_in_a_call_has_the_line_of_the_call():
 
 
 @pytest.mark.parametrize('notation', ['%state#1', '%kept'])
-def test_what_a_loop_keeps_has_the_source_that_it_had_before(notation):
+def test_source_of_unchanged_loop_state(notation):
     """Whether an element of a tuple is an operand, or an instruction of its own."""
     element = '  %kept = f32[2,1024] get-tuple-element(%state), index=1\n'
     program = PROGRAM.replace('tuple(%state#0, %stack)', f'tuple(%state#0, {notation})')
@@ -193,7 +193,7 @@ def test_equal_arrays_are_one_row():
     ]
 
 
-def test_what_has_no_source_is_shown_too():
+def test_buffers_without_a_source():
     rows = largest_buffers(read_layout(TABLES), parse(PROGRAM.partition('%body')[0] + EMPTY))
     assert {str(row.source) for row in rows} == {'not known'}
     assert sum(row.bytes for row in rows) >= 0.99 * assigned_memory(read_layout(TABLES)).peak
@@ -246,7 +246,7 @@ def test_copies_to_and_from_the_host():
     assert transfers == HostTransfers(to_host=16 * KIB, from_host=32 * KIB)
 
 
-def test_what_moves_in_an_unknown_way_is_at_least_so_much():
+def test_unknown_transfers_make_counts_lower_bounds():
     transfers = moves(
         f"""
         %p = {HOST} parameter(0)
@@ -257,7 +257,7 @@ def test_what_moves_in_an_unknown_way_is_at_least_so_much():
     assert transfers == HostTransfers(from_host=32 * KIB, exactness=Exactness.AT_LEAST)
 
 
-def test_slices_in_loops_count_each_round():
+def test_slices_in_loops_count_each_iteration():
     """Seven rounds write 4 KiB each, asynchronously, and read 8 KiB."""
     state = f'(s32[]{{:T(128)}}, {HOST})'
     transfers = moves(

@@ -142,7 +142,7 @@ def test_modules_of_flax():
 
 
 @pytest.mark.medium
-def test_modules_of_equinox_are_told_apart_by_their_functions():
+def test_equinox_modules_are_distinguished_by_functions():
     eqx = pytest.importorskip('equinox')
 
     class Block(eqx.Module):

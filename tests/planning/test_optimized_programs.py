@@ -73,7 +73,7 @@ def test_both_readers_count_the_same(name: str) -> None:
 @pytest.mark.medium
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize('name', names())
-def test_what_runs_is_explained(name: str) -> None:
+def test_collectives_have_causes(name: str) -> None:
     """Every byte has an origin in the partitioner's program, and a line of the user's or an argument."""
     rows = rows_of(name)
     assert not [row for row in rows if row.cause == 'compiler']

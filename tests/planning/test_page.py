@@ -137,7 +137,7 @@ def test_a_plan_is_well_formed_and_self_contained(tmp_path, make):
     assert ET.parse(tmp_path / 'plan.html').findtext('head/title').startswith('Plan of ')
 
 
-def test_words_of_a_page():
+def test_texts_of_a_page():
     texts = words(plan())
     roofline = plan().roofline()
     assert texts[:6] == ['step', 'fsdp', '4', 'tp', '2', '8 devices of v5e']
@@ -175,7 +175,7 @@ def test_three_figures():
 
 
 @pytest.mark.medium
-def test_parts_of_a_step():
+def test_phases_of_a_step():
     """Forward, backward and recomputed work and collectives add up."""
 
     def step(w, x):
@@ -220,7 +220,7 @@ def test_the_batch():
     assert 'Partitioning along the batch' not in words(dataclasses.replace(plan(), propagation=None))
 
 
-def test_simulated_devices_say_how_to_get_seconds():
+def test_advice_for_seconds_of_simulated_devices():
     plan_ = simulated()
     texts = words(plan_)
     [line] = [text for text in texts if text.startswith('No seconds')]
@@ -232,7 +232,7 @@ def test_simulated_devices_say_how_to_get_seconds():
     assert 'no limit known' in texts and 'bounds it' not in texts
 
 
-def test_a_gpu_of_ones_own_says_that_its_numbers_have_to_be_given():
+def test_advice_for_unknown_gpus():
     plan_ = dataclasses.replace(simulated(), platform='gpu', device_kind='Mine')
     [line] = [text for text in words(plan_) if text.startswith('No seconds')]
     assert line.startswith(
@@ -241,7 +241,7 @@ def test_a_gpu_of_ones_own_says_that_its_numbers_have_to_be_given():
     assert "v5p', torus" not in str(plan_)
 
 
-def test_a_page_leaves_out_nothing_that_text_says():
+def test_a_page_contains_everything_in_the_text():
     [row, *_] = plan().collectives
     rows = (row, dataclasses.replace(row, cause='compiler'))
     memory = dataclasses.replace(plan().memory, host=GIB)
@@ -258,7 +258,7 @@ def test_a_page_leaves_out_nothing_that_text_says():
     assert any(text.startswith('added by the compiler: ') for text in texts)
 
 
-def test_without_numbers_of_the_hardware():
+def test_page_without_specs():
     # What is not known of a link to hosts is named, in text and on the page.
     plan_ = dataclasses.replace(plan(), device_kind='TPU7x', host_transfers=HostTransfers(2**23, 2**24))
     message = "specs that the hardware 'tpu7x' lacks: host_bytes_per_second."

@@ -122,7 +122,7 @@ SPEAKING = {
 @pytest.mark.medium
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize('fun, options', SPEAKING.values(), ids=SPEAKING)
-def test_what_mixes_examples_is_listed_with_its_line(fun, options, snapshot):
+def test_operations_that_mix_examples_are_listed(fun, options, snapshot):
     # How many collectives and places there are depends on the version of JAX.
     text = re.sub(
         r'\d+ (collective|more operation)s?', r'some \1s', '\n'.join(text_of_batch(planned(fun, **options)))

@@ -44,7 +44,7 @@ def planned(optimizer, wrapped=lambda update: update, donate=(0, 1), take=jax.gr
 
 @pytest.mark.medium
 @pytest.mark.parametrize('wrapped', [lambda update: update, jax.jit], ids=['inline', 'jit'])
-def test_what_an_update_moves(wrapped):
+def test_bytes_of_an_update(wrapped):
     """Parameters and two moments are read and written. A product may write gradients where they are used."""
     plan = planned(optax.adamw(1e-3), wrapped)
     assert plan.device_cost.bytes_by_phase['update'] == pytest.approx(6 * 4 * SIZE**2 / 8, rel=1e-3)
@@ -87,7 +87,7 @@ def test_gradients_of_a_loop():
     assert work.by_phase.keys() == {'forward', 'backward'}
 
 
-def test_gradients_without_products():
+def test_gradients_without_matmuls():
     """The phases are there, too, if nothing but rows of a table are taken."""
 
     def step(table, ids):
@@ -147,7 +147,7 @@ def test_a_gather_belongs_to_its_first_use(take, wrap, phases):
 
 
 @pytest.mark.medium
-def test_products_of_an_update():
+def test_matmuls_of_an_update():
     """An optimizer that multiplies matrices: its operations are not those of the backward pass."""
 
     def make(size):

@@ -121,7 +121,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize(('fun', 'products', 'needed'), STEPS.values(), ids=STEPS)
-def test_parts_of_a_step(fun, products, needed):
+def test_phases_of_a_step(fun, products, needed):
     traced = jax.jit(fun).trace(leaf(4, 4), leaf(4, 4))
     step_flops = count_flops(traced.jaxpr)
     assert {part: count / ONE for part, count in step_flops.by_phase.items()} == products
@@ -131,7 +131,7 @@ def test_parts_of_a_step(fun, products, needed):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('name', ['a gradient', 'in parts', 'a teacher'])
-def test_compiled_programs_have_the_same_parts(name):
+def test_compiled_programs_have_the_same_phases(name):
     fun, products, _ = STEPS[name]
     by_phase = device_cost_of(parse(jax.jit(fun).lower(leaf(4, 4), leaf(4, 4)).compile().as_text())).by_phase
     assert {part: count / ONE for part, count in by_phase.items()} == products
@@ -150,7 +150,7 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize(('fun', 'needed'), WITHOUT.values(), ids=WITHOUT)
-def test_what_a_model_needs_may_be_unknown(fun, needed):
+def test_unknown_model_flops(fun, needed):
     assert count_model_flops(jax.jit(fun).trace(leaf(4, 4), leaf(4, 4)).jaxpr) == needed
 
 
@@ -187,7 +187,7 @@ def test_the_model_of_the_llama_steps(case):
 
 
 @pytest.mark.medium
-def test_what_moves_the_state_of_a_loop_has_the_phase_of_the_loop():
+def test_phase_of_collectives_that_move_loop_state():
     """The partitioner gives it no name: it gathers the activations of each layer, forward."""
 
     def loss(w, x):

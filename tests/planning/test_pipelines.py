@@ -63,7 +63,7 @@ def test_ticks_and_bytes():
     assert backward.saved_activation_bytes == 0
 
 
-def test_what_is_sent_along_the_axis_has_the_line_of_the_loop():
+def test_sends_have_the_line_of_the_loop():
     permutes = [row for row in plan().collectives if row.kind == 'collective-permute']
     line = plan().pipelines[0].line
     assert {str(row.source) for row in permutes} == {
@@ -108,7 +108,7 @@ LOOP = PipelinedLoop('model.py:1 forward', 'stage', 3, 6, 1, 6, False, 1, 0, 0, 
 
 @pytest.mark.parametrize('rounds', [1, 2])
 @pytest.mark.parametrize('is_backward', [False, True])
-def test_the_schedule_is_one_that_can_run(rounds, is_backward):
+def test_the_schedule_respects_dependencies(rounds, is_backward):
     loop = dataclasses.replace(LOOP, num_repeats=rounds, is_backward=is_backward)
     order = [*range(loop.stages)][:: -1 if is_backward else 1]
     done = {}  # what was computed, and when

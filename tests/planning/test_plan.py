@@ -219,7 +219,7 @@ def test_text():
         ({'kind': 'all-to-all', 'partitioned_as': 'all-reduce', 'cause': 'halo'}, 'halo exchange: '),
     ],
 )
-def test_the_kind_that_a_collective_was_is_said_where_nothing_else_is(changes, why):
+def test_text_of_a_changed_kind(changes, why):
     plan = HELPER.plan(STEP, *ARGUMENTS)
     first, *rest = plan.collectives
     changed = dataclasses.replace(plan, collectives=(dataclasses.replace(first, **changes), *rest))
@@ -321,14 +321,14 @@ def resharded(x, *specs):
     ],
     ids=['no direct way', 'a direct way', 'a slice', 'a dynamic slice', 'fused'],
 )
-def test_what_to_try_is_said_where_it_is_known(function, cause, advice):
+def test_advice_for_causes(function, cause, advice):
     plan = HELPER.plan(HELPER.sjit(function), leaf(64, 96, 16))
     assert {row.cause for row in plan.collectives} == {cause}
     text = [line for line in str(plan).splitlines() if line.startswith(('gathered in full', 'halo exchange'))]
     assert [line[: len(advice)] for line in text] == ([advice] if advice else [])
 
 
-def test_what_devices_compute_more_than_the_function_needs_is_said():
+def test_text_of_redundant_flops():
     """A convolution along a sharded dimension multiplies the zeros beyond the edges, too."""
 
     def convolve(x, w):
@@ -347,7 +347,7 @@ def test_what_devices_compute_more_than_the_function_needs_is_said():
     assert 'the devices compute' not in str(pair.plan(rows, images, kernel))
 
 
-def test_what_devices_compute_in_a_loop_of_unknown_length_is_said():
+def test_text_of_redundant_flops_in_a_loop_of_unknown_length():
     """The loop counts as one round, in what the function needs and in what devices compute."""
 
     def converge(x, w):
@@ -375,7 +375,7 @@ def test_a_sum_is_scattered_if_each_device_keeps_its_part(taken, scattered):
     ]
 
 
-def test_a_program_that_nothing_places_runs_on_one_device():
+def test_a_program_without_shardings_runs_on_one_device():
     plan = HELPER.plan(lambda x: 2 * x, np.ones(4))
     assert (plan.devices, plan.collectives) == (1, ())
     assert str(plan).splitlines()[0] == '<lambda> on 1 of 8 cpu devices (fsdp=4, tp=2)'
@@ -513,7 +513,7 @@ def test_methods():
     assert HELPER.plan(Model().total, leaf(16)).count('all-reduce', 'fsdp') == 1
 
 
-def test_counting_what_there_is_not():
+def test_counting_unknown_kinds_and_axes():
     plan = HELPER.plan(STEP, *ARGUMENTS)
     with pytest.raises(ArgumentError) as wrong:
         plan.count('all_reduce')

@@ -445,7 +445,7 @@ def test_the_memory_of_the_host():
         ),
     ],
 )
-def test_products(left, right, result, attributes, flops):
+def test_matmuls(left, right, result, attributes, flops):
     found = counts(f"""
         %p = f32[256] parameter(0)
         %l = bf16{left} broadcast(%p)
@@ -482,7 +482,7 @@ def test_kernels_with_metadata_over_several_lines():
         '%x = f32[256] all-reduce(%p), replica_groups={}',
     ],
 )
-def test_what_is_unknown_is_refused(line):
+def test_unknown_operations_are_refused(line):
     with pytest.raises((AssertionError, KeyError)):
         counts(f'%p = f32[256] parameter(0)\n{line}\nROOT %z = f32[256] copy(%p)')
 
@@ -510,7 +510,7 @@ def read(name):
 @pytest.mark.medium
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize('name', PROGRAMS)
-def test_recordings_are_whole(name):
+def test_recordings_are_complete(name):
     """The second reader knows all of each program, and what runs is what was dumped."""
     recording, result = recorded(name), read(name)
     assert result.collectives
@@ -553,7 +553,7 @@ def test_flops_that_follow_from_the_program():
     assert read('fsdp_tp v6e').flops == 8 * 3.5 * layer / 4
 
 
-def test_what_waits_in_the_host():
+def test_arrays_in_host_memory():
     """The input of each of 8 layers, 4,096 rows of 2,048; a state of 4,096 x 8,192 on 8 devices."""
     offloaded, parked = read('offloaded v5e'), read('parked v5e')
     assert offloaded.to_host == offloaded.from_host == 8 * 4096 * 2048 * 2

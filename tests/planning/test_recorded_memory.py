@@ -51,6 +51,6 @@ def test_memory_is_the_compilers_own(name):
 @pytest.mark.medium
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize('name', recordings.names())
-def test_what_moves_to_and_from_the_host(name):
+def test_recorded_host_transfers(name):
     moved = MOVED.get(name, 0)
     assert host_transfers(parse(recordings.recorded(name).optimized)) == HostTransfers(moved, moved)

@@ -388,7 +388,7 @@ def test_model_flops():
         assert str(error.value) == f'model_flops has to be a positive number, got {wrong!r}'
 
 
-def test_what_a_device_computes():
+def test_compute_time_with_kernels():
     """What runs counts; kernels are known from the function alone."""
     plan = fsdp(8)
     share = plan.flops // 8
@@ -405,7 +405,7 @@ def test_what_a_device_computes():
     assert seconds(flops=share // 2, kernels=1) == seconds()
 
 
-def test_what_a_roofline_needs(snapshot):
+def test_missing_specs_and_positions(snapshot):
     plan = fsdp(8)
     with pytest.raises(PlanError) as error:
         plan.roofline()
@@ -417,7 +417,7 @@ def test_what_a_roofline_needs(snapshot):
 
 
 @pytest.mark.medium
-def test_devices_behind_a_switch():
+def test_devices_on_a_switch():
     hardware = Hardware(
         *('mine', 1e14, 1e12, None, 1e11),
         torus_axes=0,

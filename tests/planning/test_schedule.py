@@ -81,7 +81,7 @@ ENTRY %main (x: f32[250]) -> f32[250] {{
     [(4, 1, 0), (4, 1.5, 0.5), (7, 1, 3), (7, 4, 6), (0, 9, 4)],
     ids=['beside', 'second', 'first', 'both', 'one after the other'],
 )
-def test_collectives_run_beside_kernels_and_wait_for_one_another(one, two, waits):
+def test_collectives_overlap_kernels_but_not_each_other(one, two, waits):
     schedule = of(OVERLAPPED, {'one': ('all-gather', one), 'two': ('all-gather', two)})
     assert schedule.seconds == pytest.approx((10 + waits) * US)
     assert schedule.waiting == pytest.approx(waits * US)
@@ -95,7 +95,7 @@ def test_a_collective_that_is_not_asynchronous():
     assert rows(schedule)['wait: all-gather'] == (1, 10)
 
 
-def test_copies_to_the_host_wait_for_one_another_and_not_for_those_from_there():
+def test_copies_of_one_direction_wait_for_each_other():
     """Each takes 1,000 bytes over a link of 100 MB/s.
 
     A copy inside of the memory, 2,000 by 1 GB/s, is not beside kernels.
@@ -205,7 +205,7 @@ ENTRY %main (x: f32[10,10]) -> f32[10,10] {{
     ],
 )
 @pytest.mark.parametrize('by', ['cublas', 'triton'])
-def test_products_of_types_that_xla_has_not_measured(types, time, by):
+def test_matmuls_of_unmeasured_dtypes(types, time, by):
     """XLA counts their sizes in bytes of the result: 2, 4 or 8 times as many along each of three dimensions.
 
     They take no less than the least: here what 2,400 bytes of complex numbers take to move.
@@ -235,7 +235,7 @@ ENTRY %main (x: {lhs}, y: {rhs}) -> {result} {{
 
 
 @gpu_compiler.needed
-def test_what_xla_says_of_products_that_it_has_not_measured():
+def test_modeled_times_of_unmeasured_dtypes():
     """Why the schedule divides their time; where this fails, XLA counts them right, or has measured them."""
     helper = MeshShardingHelper.from_topology('h100:1', [1], ['x'])
     seconds = {}
@@ -317,14 +317,14 @@ def lane(spans, name):
     ]
 
 
-def test_what_runs_when():
+def test_spans_of_a_schedule():
     spans = of(OVERLAPPED, {'one': ('all-gather', 7), 'two': ('all-gather', 4)}).spans
     assert lane(spans, 'link') == [('all-gather', 3, 10), ('all-gather', 10, 14)]
     waits = [('wait: all-gather', 8, 10), ('wait: all-gather', 10, 14)]
     assert lane(spans, 'device') == [('first', 0, 3), ('beside', 3, 8), *waits, ('after', 14, 16)]
 
 
-def test_one_run_of_a_loop_is_inside_of_it():
+def test_a_loop_contains_one_iteration():
     loop, condition, branch = of(LOOP).spans
     assert [(span.name, span.times) for span in (loop, condition)] == [('loop', 10), ('loop', 11)]
     assert [span.name for span in loop.inside if span.name != 'next'] == ['inside']
@@ -352,7 +352,7 @@ def test_the_device_does_one_thing_after_another(name):
 
 
 @pytest.mark.medium
-def test_a_page_draws_what_runs_when(browser, tmp_path):
+def test_a_page_draws_the_timeline(browser, tmp_path):
     plan = recorded_plan('decoder h100')
     page = blocks.page('', [Timeline(plan.schedule.spans, plan.schedule.seconds)])
     (tmp_path / 'page.html').write_text(page, encoding='utf-8')
@@ -379,7 +379,7 @@ def test_a_compiler_that_writes_no_times():
 
 @pytest.mark.medium
 @pytest.mark.parametrize('name', MODELLED)
-def test_kernels_take_what_the_compiler_says(name, monkeypatch):
+def test_kernels_take_their_modeled_time(name, monkeypatch):
     """As a second reader adds it up, on a device to which operations and bytes are next to nothing."""
     monkeypatch.setattr('scalax._planning.time.schedule._SCATTERED_FACTOR', math.inf)
     recording = recorded(name)
@@ -389,7 +389,7 @@ def test_kernels_take_what_the_compiler_says(name, monkeypatch):
 
 
 @pytest.mark.parametrize('name', MODELLED)
-def test_kernels_take_no_less_than_what_they_do_at_least(name):
+def test_kernels_take_at_least_their_lower_bound(name):
     kernels = [row for row in recorded_plan(name).schedule.kernels if not row.name.startswith('wait')]
     assert all(row.seconds >= row.bound * (1 - 1e-9) for row in kernels)
 
@@ -423,7 +423,7 @@ def test_the_page_shows_the_kernels_where_the_schedule_is_far_from_the_bound():
             assert ('times the bound: the kernels that differ most' in text) is shown
 
 
-def test_the_parts_of_a_step_have_it_in_a_column(snapshot):
+def test_phases_have_a_schedule_column(snapshot):
     plan = recorded_plan('fsdp h100')
     seconds_by_phase = {row.phase: 0.0 for row in plan.schedule.kernels}
     for row in plan.schedule.kernels:

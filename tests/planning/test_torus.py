@@ -108,7 +108,7 @@ def test_which_axes_are_rings(name, shape, rings):
     assert (torus.extents, torus.rings, torus.devices_per_chip) == (shape, rings, 1)
 
 
-def test_a_hardware_whose_rings_are_not_known(snapshot):
+def test_hardware_with_unknown_rings(snapshot):
     hardware = dataclasses.replace(HARDWARE['tpu7x'], name='mine', ring_multiple=None)
     torus = torus_of(positions_of(chips(1, 1, 1, cores=2)), hardware)
     assert torus == Torus((1, 1, 1), 2, (False, False, False))
@@ -380,6 +380,6 @@ def test_times_through_a_switch():
     ],
     ids=['links', 'slices', 'chip'],
 )
-def test_times_without_numbers(route, snapshot):
+def test_times_without_specs(route, snapshot):
     with snapshot.raises(PlanError):
         collective_seconds('all-gather', V, route, Hardware('mine'), 1)

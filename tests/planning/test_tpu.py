@@ -187,7 +187,7 @@ def test_quick_memory_is_that_of_a_full_plan():
 
 
 @pytest.mark.medium
-def test_a_quick_plan_of_what_does_not_fit():
+def test_a_quick_plan_that_does_not_fit():
     over = v5e()
     hurried = quick(over, *_with_arguments(train_step(over, 48, 16384, 32768)))
     assert (hurried.fits, hurried.refusal) == (False, '')
@@ -201,7 +201,7 @@ def refused():
 
 
 @pytest.mark.medium
-def test_what_does_not_fit_is_a_plan_too():
+def test_a_plan_that_does_not_fit():
     plan = refused()
     weight_bytes = 48 * 16384 * 65536 * 2  # bytes of one of the two weights
     assert plan.fits is False
@@ -238,7 +238,7 @@ def test_the_largest_buffers_have_names():
     assert 0.99 < sum(row.bytes for row in buffers) / refused().memory.peak <= 1
 
 
-def test_the_text_says_what_fits_and_what_bounds():
+def test_text_of_memory_and_bottleneck():
     lines = str(refused()).splitlines()
     peak = f'{refused().memory.peak / GIB:.1f} GiB'
     assert lines[0] == 'step on 8 devices of v5e (fsdp=4, tp=2)'
@@ -253,7 +253,7 @@ def test_the_text_says_what_fits_and_what_bounds():
     )
 
 
-def test_what_stays_on_the_host():
+def test_memory_on_the_host():
     over, spec = v5e(), P('fsdp', 'tp')
     device = NamedSharding(over.mesh, spec)
     host = device.with_memory_kind('pinned_host')
@@ -421,7 +421,7 @@ def test_a_plan_comes_back_from_its_json(tmp_path):
 
 @pytest.mark.parametrize('hurried', [True, False])
 @pytest.mark.parametrize('wrapped', [lambda fun: fun, jax.jit])
-def test_what_nothing_places_is_told_so(wrapped, hurried, snapshot):
+def test_steps_without_shardings_are_refused(wrapped, hurried, snapshot):
     def product(x):
         return x @ x
 

@@ -154,7 +154,7 @@ LOOPS = {
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize(('fun', 'rounds', 'known'), LOOPS.values(), ids=LOOPS)
-def test_rounds(fun, rounds, known):
+def test_trip_counts_of_loops(fun, rounds, known):
     traced = jax.jit(fun).trace(X)
     expected = Flops(rounds * ONE, known)
     began = time.process_time()
@@ -177,7 +177,7 @@ def as_optimized(text):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(('fun', 'rounds', 'known'), LOOPS.values(), ids=LOOPS)
-def test_rounds_in_the_notation_of_optimized_programs(fun, rounds, known):
+def test_trip_counts_of_optimized_programs(fun, rounds, known):
     text = as_optimized(jax.jit(fun).lower(X).compiler_ir(dialect='hlo').as_hlo_text())
     assert not re.search(r'^  (?!ROOT ).* get-tuple-element\(', text, re.MULTILINE)
     program = device_cost_of(parse(text))
@@ -193,7 +193,7 @@ def test_a_loop_of_an_equation_alone():
 
 @pytest.mark.medium
 @pytest.mark.parametrize('start', [0, 5])
-def test_many_rounds(start):
+def test_many_iterations(start):
     """Scans of any length are solved; other loops are run for up to 10,000 rounds."""
     traced = jax.jit(while_(lambda i: i < 10**9, lambda i: i + 4, start)).trace(X)
     assert count_flops(traced.jaxpr) == Flops(ONE, AT_LEAST)
@@ -216,7 +216,7 @@ def test_many_operations_between_state_and_test():
 
 
 @pytest.mark.medium
-def test_what_takes_too_many_operations_is_not_known():
+def test_integers_of_long_computations_are_unknown():
     def test(i):
         for _ in range(2000):
             i = i + 1
@@ -351,7 +351,7 @@ ENTRY %main (a: bf16[16,32], b: bf16[32,2,8], q: bf16[4,16,8], k: bf16[4,8,16]) 
 """
 
 
-def test_products_of_an_optimized_program():
+def test_matmuls_of_an_optimized_program():
     two, heads = 2 * 16 * 32 * (2 * 8), 4 * 2 * 16 * 8 * 16
     moved = {
         'forward': 2 * (16 * 32 + 32 * 16 + 16 * 16),
@@ -368,13 +368,13 @@ def test_products_of_an_optimized_program():
 
 
 @pytest.mark.parametrize('target', ['__cublas$lt$groupedMatmul', '__cudnn$norm', '__gpu$xla.gpu.triton'])
-def test_what_a_library_runs_is_a_kernel(target):
+def test_library_calls_are_kernels(target):
     program = OPTIMIZED.replace('tpu_custom_call', target)
     assert device_cost_of(parse(program)) == device_cost_of(parse(OPTIMIZED))
     assert device_cost_of(parse(OPTIMIZED.replace('tpu_custom_call', 'Sharding'))).kernels == 0
 
 
-def test_a_call_of_the_compiler_has_whole_names_inside():
+def test_calls_from_the_compiler_contain_full_names():
     """That for tpu7x puts an all-gather into a call with the name of the operation, and keeps it inside."""
     name = 'jit(f)/jvp()/squeeze'
     groups = 'channel_id=8, replica_groups={{0,1}}, dimensions={0}'
@@ -451,7 +451,7 @@ ENTRY %main (x: f32[256]) -> f32[2048] {{
 """
 
 
-def test_a_collective_that_goes_on_beside_a_loop_counts_once():
+def test_a_collective_beside_a_loop_counts_once():
     """For TPUs an all-gather may last for all rounds of a loop, each of which has a clone of it."""
     channels = [
         (instance.channel, instance.parent.count) for instance in collective_instances(parse(BESIDE_A_LOOP))
