@@ -323,7 +323,7 @@ def test_a_solver_is_counted_as_it_runs():
     assert counted(solved, X) == Flops((1 + 3) * (2 * 4 * 4 + 2 * 2 * 4), Exactness.AT_MOST)
 
 
-def test_primitives_of_other_libraries_with_known_names():
+def test_loops_with_primitives_of_other_libraries():
     """The condition of the loop is not known."""
     for name in ('add', 'divide', 'jit'):
         primitive = Primitive(name)
@@ -337,7 +337,7 @@ def test_primitives_of_other_libraries_with_known_names():
         assert counted(loop, X).exactness is Exactness.AT_LEAST
 
 
-def test_unknown_primitives_without_jaxprs():
+def test_a_dot_general_of_another_library_is_not_counted():
     primitive = Primitive('dot_general')
     primitive.def_abstract_eval(lambda x, y: x)
     assert counted(lambda x: primitive.bind(x, x), X) == Flops(0)

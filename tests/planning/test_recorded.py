@@ -553,7 +553,7 @@ def test_flops_that_follow_from_the_program():
     assert read('fsdp_tp v6e').flops == 8 * 3.5 * layer / 4
 
 
-def test_arrays_in_host_memory():
+def test_transfers_of_recorded_programs():
     """The input of each of 8 layers, 4,096 rows of 2,048; a state of 4,096 x 8,192 on 8 devices."""
     offloaded, parked = read('offloaded v5e'), read('parked v5e')
     assert offloaded.to_host == offloaded.from_host == 8 * 4096 * 2048 * 2
