@@ -148,7 +148,7 @@ def reject_mismatched(resolved: ResolvedCall) -> None:
             call.describe(i), *describe_difference(leaf.sharding, sharding)
         )
         for i, (leaf, sharding) in enumerate(zip(call.leaves, resolved.shardings, strict=True))
-        if resolved.rules.is_wrong(leaf, sharding)
+        if resolved.rules.is_misplaced(leaf, sharding)
     )
     if not listed:
         return

@@ -60,7 +60,7 @@ class FunctionRules:
         partition_batch: whether to find the batch among the arguments.
         any_explicit: whether some mesh axis is Explicit, so that types hold shardings.
         any_rule: whether an argument has a rule.
-        is_wrong: whether a leaf is committed to another sharding than the required one.
+        is_misplaced: whether a leaf is committed to another sharding than the required one.
         resolutions: the resolutions of the first call, for warnings. None once the warnings have been given.
     """
 
@@ -77,7 +77,7 @@ class FunctionRules:
         self.any_explicit = AxisType.Explicit in self.mesh.axis_types
         rules = jax.tree.leaves(options.in_shardings, is_leaf=is_rule)
         self.any_rule = rules.count(None) < len(rules)
-        self.is_wrong = is_mismatched if self.any_rule else committed_elsewhere
+        self.is_misplaced = is_mismatched if self.any_rule else committed_elsewhere
         self.resolutions: list[Resolution] | None = []
 
     def arguments(self, call: Call) -> Shardings:

@@ -319,7 +319,7 @@ class Dispatcher:
 
     def _checked_program(self, resolved: ResolvedCall, entry: TraceCacheEntry) -> Program:
         """Returns the program of a call after checking the placement of its arguments."""
-        if any(map(self.rules.is_wrong, resolved.call.leaves, resolved.shardings)):
+        if any(map(self.rules.is_misplaced, resolved.call.leaves, resolved.shardings)):
             placement_errors.reject_mismatched(resolved)
         # The trace uses the types of the moved arguments: nothing moves before all rules have been checked.
         with self.args_placed:
