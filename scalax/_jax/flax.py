@@ -1,7 +1,7 @@
 """Boxes of flax and haliax around arrays, and modules of flax.nnx.
 
-None of the libraries is imported: what comes from them is known by the name of its class, and that of the
-package that defines it (the modules change).
+None of the libraries is imported: their objects are recognized by the names of their class and of the package
+that defines it. The modules change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _linen_names(box: Any) -> Any:
 
 def _nnx_names(variable: Any) -> Any:
     metadata = variable.get_metadata()
-    # The first is flax's name for it today; the others are what older versions keep it under.
+    # The first is flax's current name; the others are from older versions.
     keys = ('out_sharding', 'sharding_names', 'sharding')
     names = next((metadata[key] for key in keys if metadata.get(key)), None)
     return getattr(names, 'spec', names)  # a NamedSharding too
@@ -36,7 +36,7 @@ _READERS: dict[tuple[str, str], Callable[[Any], Iterable[Any] | None]] = {
 
 
 def is_box(node: Any) -> bool:
-    """Whether a node of a tree is another library's box around an array.
+    """Returns whether a node of a tree is another library's box around an array.
 
     Relies on the class being, or extending, one of `_READERS`.
     """
@@ -45,7 +45,7 @@ def is_box(node: Any) -> bool:
 
 
 def names_of_box(box: Any) -> Iterable[Any] | None:
-    """The names of the dimensions of a box, as its library has them; none if there are none.
+    """Returns the names of the dimensions of a box, as its library has them; None if it has none.
 
     Relies on *names* of linen's boxes, `get_metadata` of nnx variables, *axes* of NamedArrays.
     """
@@ -57,8 +57,8 @@ def names_of_box(box: Any) -> Iterable[Any] | None:
 
 @functools.lru_cache(maxsize=1024)
 def _reader(kind: type) -> Callable[[Any], Iterable[Any] | None] | None:
-    named = [(base.__module__.partition('.')[0], base.__qualname__) for base in kind.__mro__]
-    return next((_READERS[each] for each in named if each in _READERS), None)
+    class_names = [(base.__module__.partition('.')[0], base.__qualname__) for base in kind.__mro__]
+    return next((_READERS[name] for name in class_names if name in _READERS), None)
 
 
 def module_class(nnx: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What lowered programs say, as MLIR writes it: the arrays of arguments and results, and the whole text."""
+"""Lowered programs in MLIR: the arrays of their arguments and results, and their text."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class LoweredArray(NamedTuple):
     """An argument or a result of a lowered program.
 
     Attributes:
-        name: the name that an argument has in the traced program; that of a result is empty.
-        spec: its spec; None if nothing is said, or the compiler may add to it.
-        bits: what it takes on devices: nothing in the memory of the host, or if it only orders effects.
+        name: the name of an argument in the traced program; empty for a result.
+        spec: its spec; None if it is unspecified, or the compiler may add to it.
+        bits: its size on devices; 0 if it is in host memory, or only orders effects.
     """
 
     name: str
@@ -37,7 +37,7 @@ class LoweredArray(NamedTuple):
 
 
 def arguments_of(lowered: Any) -> list[LoweredArray]:
-    """The arguments that a program uses.
+    """Returns the arguments that a program uses.
 
     Relies on the function ``main``, on locations being written ``loc("params['w']")``, and on *arg_attrs*.
     """
@@ -47,29 +47,29 @@ def arguments_of(lowered: Any) -> list[LoweredArray]:
 
 
 def results_of(lowered: Any) -> list[LoweredArray]:
-    """The results of a program. Relies on the function ``main``, and on *res_attrs*."""
+    """Returns the results of a program. Relies on the function ``main``, and on *res_attrs*."""
     main = _main(lowered)
     return _arrays(itertools.repeat(''), main.type.results, main.attributes['res_attrs'])
 
 
 def text_of(lowered: Any) -> str:
-    """Returns a lowered program with the names of its operations, but without the lines of their files.
+    """Returns the text of a lowered program with the names of its operations, but without source lines.
 
-    Nor does the text name the functions that called the traced one. Relies on ``#loc`` beginning everything
-    that tells where code is.
+    The text does not name the callers of the traced function, either. Relies on ``#loc`` beginning every
+    source location.
     """
     # The text of all constants may be far larger than the program.
     text = lowered.compiler_ir().operation.get_asm(
         large_elements_limit=_LARGEST_CONSTANT, enable_debug_info=True
     )
     lines = {*_LINE_OF_FILE.findall(text)}
-    names = {name for name, place in _NAMED.findall(text) if place not in lines}
+    names = {name for name, location in _NAMED.findall(text) if location not in lines}
     return '\n'.join([_LOCATIONS.sub('', text), *sorted(names)])
 
 
 def _main(lowered: Any) -> Any:
     operations = lowered.compiler_ir().body.operations
-    [main] = [each for each in operations if str(each.attributes['sym_name']) == '"main"']
+    [main] = [op for op in operations if str(op.attributes['sym_name']) == '"main"']
     return main
 
 
@@ -82,17 +82,17 @@ def _arrays(names: Iterable[str], types: Iterable[Any], attributes: Iterable[Any
 
 
 def _bits(kind: str) -> int:
-    """The bits of an array. A bool takes a byte; what is no array orders effects."""
-    found = _ARRAY.match(kind)
-    if found is None:
+    """Returns the bits of an array. A bool has a byte; a value that is not an array orders effects."""
+    match = _ARRAY.match(kind)
+    if match is None:
         return 0
-    sizes, is_complex, width = found.groups()
+    sizes, is_complex, width = match.groups()
     bits = 8 if width == '1' else int(width) * (2 if is_complex else 1)
     return math.prod(map(int, sizes.split('x')[:-1])) * bits
 
 
 def written_spec(text: str) -> PartitionSpec | None:
-    """The spec in the attributes of an argument; None if there is none, or the compiler may add to it.
+    """Returns the spec in the attributes of an argument; None if it has none, or the compiler may add to it.
 
     Relies on how Shardy writes it.
 
@@ -102,10 +102,10 @@ def written_spec(text: str) -> PartitionSpec | None:
         >>> written_spec('{sdy.sharding = #sdy.sharding<@mesh, [{"data", ?}]>}') is None
         True
     """
-    found = _SHARDING.search(text)
-    if found is None:
+    match = _SHARDING.search(text)
+    if match is None:
         return None
-    dimensions = _DIMENSION.findall(found[1])
+    dimensions = _DIMENSION.findall(match[1])
     if not all(_CLOSED_AXES.match(dimension) for dimension in dimensions):
         return None
     entries = [tuple(map(_unescaped, re.findall(r'"([^"]+)"', dimension))) for dimension in dimensions]
@@ -113,8 +113,8 @@ def written_spec(text: str) -> PartitionSpec | None:
 
 
 def _unescaped(text: str) -> str:
-    r"""Quoted text as MLIR writes it: a quotation mark is ``\22``, a backslash is ``\\``."""
+    r"""Returns quoted MLIR text without escapes: a quotation mark is ``\22``, a backslash is ``\\``."""
     digits = re.compile(rb'\\(\\|[0-9A-F]{2})')
     return digits.sub(
-        lambda found: bytes.fromhex(found[1].decode().replace('\\', '5C')), text.encode()
+        lambda match: bytes.fromhex(match[1].decode().replace('\\', '5C')), text.encode()
     ).decode()

@@ -1,4 +1,4 @@
-"""Orbax, and what is known of it beyond its documentation. It is imported where it is used."""
+"""Undocumented behavior of Orbax, which is imported where it is used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Path = Any
 
 
 def wait_for_processes(key: str, processes: Collection[int] | None, seconds: float) -> None:
-    """A barrier of some processes, or of all (None).
+    """Waits at a barrier of some processes, or of all (None).
 
     Relies on Orbax's own barrier for saves, which uses no device: other threads may be using them.
     """
@@ -21,9 +21,9 @@ def wait_for_processes(key: str, processes: Collection[int] | None, seconds: flo
 
 
 def unfinished_mark() -> str:
-    """A part of the names of folders that are no steps.
+    """Returns a part of the names of folders that are not complete steps.
 
-    Relies on Orbax taking no folder for a step that has this in its name, whatever follows it.
+    Relies on Orbax not taking a folder with this in its name for a step, whatever follows it.
     """
     import orbax.checkpoint
 
@@ -34,7 +34,7 @@ COMMITTED = 'commit_success.txt'
 
 
 def commits_by_rename(directory: Path) -> bool:
-    """Whether a step is complete as soon as its folder has its name.
+    """Returns whether a step is complete as soon as its folder has its name.
 
     Relies on Orbax looking for a file named `COMMITTED` in the folders of steps in Google Cloud Storage,
     which has no atomic rename, and nowhere else.
@@ -43,12 +43,12 @@ def commits_by_rename(directory: Path) -> bool:
 
 
 def is_complete(step: Path) -> bool:
-    """Whether the folder of a step is that of a complete one. Relies on what `commits_by_rename` does."""
+    """Returns whether the folder of a step is complete. Relies on what `commits_by_rename` relies on."""
     return commits_by_rename(step) or bool((step / COMMITTED).exists())
 
 
 def folder_of_process(process: int) -> str:
-    """The folder in which a process writes its arrays, below that of the tree.
+    """Returns the folder in which a process writes its arrays, inside of the tree's folder.
 
     Relies on that name: each process measures the files in it, which nobody changes afterwards.
     """
@@ -56,8 +56,8 @@ def folder_of_process(process: int) -> str:
 
 
 def awaited_folder(root: Path) -> Path:
-    """The folder below that of the tree for which all processes but the first wait, for ten minutes.
+    """Returns the folder, inside of the tree's folder, that all processes but the first wait for.
 
-    Relies on that name: whoever makes it ends this wait, where the first process will never do so.
+    Relies on that name: creating it ends this wait of ten minutes if the first process will never do so.
     """
     return root / 'array_metadatas'

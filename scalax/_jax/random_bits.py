@@ -1,4 +1,4 @@
-"""Random bits of a block of an array, which are those that all of the array would have there."""
+"""Random bits of a local shard of an array, equal to the bits of the global array there."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from scalax._jax.primitives import primitive_name
 
 
 def depends_on_indices(equation: Any) -> bool:
-    """Whether an equation draws bits of one key that depend on the key and on their indices only.
+    """Returns whether an equation draws bits that depend only on one key and on their indices.
 
-    Relies on ``jax_threefry_partitionable``, and on ``key<fry>`` being the dtype of threefry's keys.
+    Relies on ``jax_threefry_partitionable``, and on ``key<fry>`` being the dtype of threefry keys.
     """
     if primitive_name(equation) != 'random_bits' or shape_of(equation.invars[0]):
         return False
@@ -30,17 +30,17 @@ def depends_on_indices(equation: Any) -> bool:
 
 
 def bits_at(key: Any, shape: Sequence[int], local: Sequence[int], starts: Sequence[Any], dtype: Any) -> Any:
-    """Returns the bits of a block of an array.
+    """Returns the random bits of a local shard.
 
-    Relies on `threefry2x32_p` being applied to the index of each element in the array, in two words of 32
-    bits, and on bits being both words, or the lower bits of their exclusive or.
+    Relies on `threefry2x32_p` being applied to the index of each element in the global array, in two words of
+    32 bits, and on the bits being both words, or the lower bits of their exclusive or.
 
     Args:
-        key: a key of threefry.
-        shape: the shape of the array.
-        local: that of the block.
-        starts: the index of the first element of the block in each dimension.
-        dtype: that of the bits.
+        key: a threefry key.
+        shape: the global shape.
+        local: the local shape.
+        starts: the index of the first element of the local shard in each dimension.
+        dtype: the dtype of the bits.
     """
     index, stride = jnp.zeros(local, 'uint32'), 1
     for dim in reversed(range(len(shape))):

@@ -1,4 +1,4 @@
-"""Specs, where versions of JAX differ; and how a program is told its devices."""
+"""PartitionSpecs, as versions of JAX differ, and constraints that select the devices of a program."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 DELETED_ARGUMENTS_CRASH = jax.__version_info__ < (0, 11, 1)
-"""Whether an argument that is deleted, or donated twice, ends the process on several devices.
+"""Whether a deleted argument, or one that is donated twice, ends the process on several devices.
 
-Later versions raise.
+Later versions raise an error.
 """
 
 
 entries: Callable[[PartitionSpec], tuple[Any, ...]] = (
     operator.attrgetter('partitions') if hasattr(PartitionSpec(), 'partitions') else tuple
 )
-"""The entries of a spec, one a dimension.
+"""Returns the entries of a spec, one for each dimension.
 
-Relies on *partitions* in new versions, which do not iterate over unreduced specs; older ones iterate.
+Relies on *partitions* in new versions, where unreduced specs are not iterable; older specs are iterable.
 """
 
 
 def unreduced_kind(spec: PartitionSpec) -> str:
-    """How the parts along unreduced axes combine: a sum, or another kind in newer JAX.
+    """Returns the reduction over the unreduced axes: ``'sum'``, or another kind in newer JAX.
 
-    Relies on *unreduced_kind*, where there is another.
+    Relies on *unreduced_kind*, in versions that have other kinds.
     """
     return getattr(getattr(spec, 'unreduced_kind', None), 'name', 'sum')
 
 
 def unreduced_kinds() -> Mapping[str, Any]:
-    """Those kinds by name; none in older JAX. Relies on ``jax.sharding.UnreducedKind`` being an enum."""
+    """Returns the kinds of unreduced specs by name. Relies on ``UnreducedKind`` being an enum."""
     return getattr(getattr(jax.sharding, 'UnreducedKind', None), '__members__', {})
 
 
 def unconstrained_sharding(leaf: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The sharding of a constraint that asks for nothing but the devices of the mesh.
+    """Returns the sharding of a constraint that specifies only the devices of the mesh.
 
-    Relies on one whose dimensions are all UNCONSTRAINED leaving each to the compiler.
+    Relies on the compiler sharding UNCONSTRAINED dimensions as it likes.
     """
     return NamedSharding(mesh, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * np.ndim(leaf)))
 
 
 def compile_for_devices(leaf: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """A value of a trace that has a program compiled for the devices of a mesh of Auto axes.
+    """Returns a traced value with a constraint that compiles its program for the devices of a mesh.
 
-    Relies on JAX taking the devices of a program from constraints; of a mesh without devices their number is
-    taken from `in_shardings` of operands inside, and not from constraints.
+    The axes of the mesh are Auto. Relies on JAX taking the devices of a program from constraints. For a mesh
+    without devices, JAX takes their number from `in_shardings` of inner calls, and not from constraints.
     """
     if isinstance(mesh, Mesh):
         return jax.lax.with_sharding_constraint(leaf, unconstrained_sharding(leaf, mesh))
-    whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(jax.lax.optimization_barrier, in_shardings=((None, whole),))((leaf, 0))[0]
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(jax.lax.optimization_barrier, in_shardings=((None, replicated),))((leaf, 0))[0]

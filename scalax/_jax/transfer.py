@@ -1,4 +1,4 @@
-"""Moving arrays between programs that JAX has not joined, by `jax.experimental.transfer`."""
+"""Transfers of arrays between programs that JAX has not connected, by `jax.experimental.transfer`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scalax.errors import MissingDependencyError
 
 @functools.cache
 def server(host: str) -> Any:
-    """The transfer server of this process at an address of this machine; its ``address()`` has the port.
+    """Returns the transfer server of this process at an address; its ``address()`` has the port.
 
     Relies on `jax.experimental.transfer`, which no documentation describes, and on ``client`` of a device.
 
@@ -34,43 +34,43 @@ def server(host: str) -> Any:
         ) from error
 
 
-_LOOK = 0.005  # seconds between two looks
+_POLL_SECONDS = 0.005
 
 
 def offer(server: Any, arrays: Sequence[jax.Array]) -> int:
-    """Lets another program fetch arrays, of one device each, once. Returns the number to fetch them by.
+    """Lets another program fetch arrays, of one device each, once. Returns the id to fetch them by.
 
-    The server asks nobody who they are: the number is all that a stranger lacks, so it cannot be guessed.
+    The server does not authenticate its clients, so the id is random: nobody can guess it.
 
-    Relies on ``await_pull`` returning at once, keeping the arrays until they are fetched and no longer, and
-    taking any number of 64 bits.
+    Relies on ``await_pull`` returning at once, keeping the arrays only until they are fetched, and accepting
+    any integer of 64 bits.
     """
-    number = secrets.randbits(64)
-    server.await_pull(number, list(arrays))
-    return number
+    offer_id = secrets.randbits(64)
+    server.await_pull(offer_id, list(arrays))
+    return offer_id
 
 
-def fetch(connection: Any, number: int, structs: Sequence[tuple[Any, Any, Any]]) -> list[jax.Array]:
-    """Fetches what was offered, as (shape, dtype, device); nothing may be empty.
+def fetch(connection: Any, offer_id: int, structs: Sequence[tuple[Any, Any, Any]]) -> list[jax.Array]:
+    """Fetches offered arrays, described as (shape, dtype, device); none may be empty.
 
-    Relies on ``pull`` returning at once: the arrays become ready, and raise when they are used if the other
-    program has ended.
+    Relies on ``pull`` returning at once. The arrays become ready later, or raise an error when they are used
+    if the other program has ended.
     """
     shapes = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
         for shape, dtype, device in structs
     ]
-    return list(connection.pull(number, shapes))
+    return list(connection.pull(offer_id, shapes))
 
 
 def wait_ready(arrays: Sequence[jax.Array], seconds: float) -> bool:
-    """Whether arrays are there within so many seconds each.
+    """Returns whether all arrays are ready, after waiting for each of them for at most *seconds*.
 
-    Relies on ``is_ready`` of an array, because waiting for one of a program that hangs never ends; and on
-    that of one that will never come being true.
+    Relies on ``is_ready`` of an array, because waiting for an array of a program that hangs never ends; and
+    on it being true for an array that will never arrive.
 
     Raises:
-        RuntimeError: they will not come, because the other program has ended.
+        RuntimeError: the arrays will not arrive, because the other program has ended.
     """
     array: Any
     for array in arrays:
@@ -78,6 +78,6 @@ def wait_ready(arrays: Sequence[jax.Array], seconds: float) -> bool:
         while not array.is_ready():
             if time.monotonic() > deadline:
                 return False
-            time.sleep(_LOOK)
+            time.sleep(_POLL_SECONDS)
         array.block_until_ready()
     return True

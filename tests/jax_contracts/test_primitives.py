@@ -24,7 +24,7 @@ NAMES = sorted({*RULES, *WITH_JAXPRS, KERNEL})
 @pytest.mark.parametrize('name', NAMES)
 def test_each_primitive_of_the_tables_is_listed(name: str) -> None:
     # Others may be missing in this version.
-    known = name in primitives._of_jax(True) or name in primitives._NOT_IN_ALL
+    known = name in primitives._jax_primitives(True) or name in primitives._NOT_IN_ALL
     with contract(f'lists its primitive {name!r} in a public module', 'to tell it from one of somebody else'):
         assert known
 
@@ -50,7 +50,7 @@ OPAQUE = {
 }
 
 
-@pytest.mark.parametrize('name', sorted(primitives._of_jax(True)))
+@pytest.mark.parametrize('name', sorted(primitives._jax_primitives(True)))
 def test_each_primitive_of_jax_has_a_rule_or_a_reason_for_none(name: str) -> None:
     with contract(f'has no primitive {name!r} that nobody has looked at', 'to lose no rows without a word'):
         assert (name in RULES) + (name in WITH_JAXPRS) + (name in OPAQUE) == 1
@@ -82,7 +82,8 @@ def test_primitives_of_others(name: str) -> None:
 def test_kernels_are_not_loaded_with_jax() -> None:
     code = (
         'import sys, jax; from scalax._jax import primitives; '
-        "own = primitives._of_jax(False); print('jax.experimental.pallas' in sys.modules, 'sin' in own)"
+        'names = primitives._jax_primitives(False)\n'
+        "print('jax.experimental.pallas' in sys.modules, 'sin' in names)"
     )
     done = subprocess.run(
         [sys.executable, '-c', code], capture_output=True, text=True, timeout=120, check=True
