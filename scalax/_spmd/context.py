@@ -170,7 +170,7 @@ class PartitionContext:
         results: Sequence[Placements | ReductionTarget | None] | None = None,
         *,
         backward: bool = False,
-        at: Any = None,
+        caller: Any = None,
     ) -> PartitionedJaxpr:
         """Partitions a jaxpr.
 
@@ -180,7 +180,7 @@ class PartitionContext:
             results: the placements of its results. None keeps the placements of a result, and so do
                 `REDUCE_TO_STATE` and `REDUCE_TO_ALL` unless it is a partial sum.
             backward: whether a backward pass calls it.
-            at: the equation that calls it.
+            caller: the equation that calls it.
         """
         raise NotImplementedError
 

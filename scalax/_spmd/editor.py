@@ -39,7 +39,7 @@ class EditorBase:
         jaxpr: the jaxpr, open or closed.
         arguments: the properties of its arguments.
         backward: whether a backward pass calls it.
-        at: the equation that calls it; None for the jaxpr of the step.
+        caller: the equation that calls it; None for the jaxpr of the step.
 
     Attributes:
         context: the properties of the step that all its jaxprs share.
@@ -69,12 +69,12 @@ class EditorBase:
         jaxpr: Any,
         arguments: Sequence[Argument],
         backward: bool,
-        at: Any,
+        caller: Any,
     ) -> None:
         self.context, self.code, self.jaxpr = context, context.code, jaxpr
-        self._backward, self.is_step = backward, at is None
+        self._backward, self.is_step = backward, caller is None
         inner = open_jaxpr(jaxpr)
-        self.last_equation = inner.eqns[-1] if inner.eqns else at or self.code.blank
+        self.last_equation = inner.eqns[-1] if inner.eqns else caller or self.code.blank
         self.eqns: list[Any] = []
         self.collectives: list[Collective] = []
         self.gathered_arguments: set[int] = set()

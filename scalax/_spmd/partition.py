@@ -117,12 +117,12 @@ class Partitioner(PartitionContext):
         results: Sequence[Placements | ReductionTarget | None] | None = None,
         *,
         backward: bool = False,
-        at: Any = None,
+        caller: Any = None,
     ) -> PartitionedJaxpr:
         targets = tuple(results or [None] * len(open_jaxpr(jaxpr).outvars))
         key = self.axes, self.keeps_replicated, jaxpr, tuple(arguments), targets, backward
         if key not in self._partitioned:
-            self._partitioned[key] = _JaxprPartitioner(self, jaxpr, arguments, backward, at).run(targets)
+            self._partitioned[key] = _JaxprPartitioner(self, jaxpr, arguments, backward, caller).run(targets)
         return self._partitioned[key]
 
     def for_shard_map(
@@ -289,7 +289,7 @@ class _JaxprPartitioner(JaxprEditor):
                 return self.code.localize_jaxpr(jaxpr)
             arguments = [Argument(self.context.replicated)] * len(open_jaxpr(jaxpr).invars)
             ends = [self.context.replicated] * len(open_jaxpr(jaxpr).outvars)
-            return self.context.partition(jaxpr, arguments, ends, at=equation).jaxpr
+            return self.context.partition(jaxpr, arguments, ends, caller=equation).jaxpr
 
         return params_with_jaxprs(equation, change)
 

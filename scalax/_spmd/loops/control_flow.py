@@ -34,7 +34,7 @@ def partition_call(editor: JaxprEditor, equation: Any, values: Sequence[Value]) 
 
     def partition(values: Sequence[Value]) -> PartitionedJaxpr:
         arguments = [*map(editor.argument_info, values)]
-        return context.partition(jaxpr, arguments, backward=backward, at=equation)
+        return context.partition(jaxpr, arguments, backward=backward, caller=equation)
 
     def convert(values: Sequence[Value], targets: Mapping[int, Placements]) -> list[Value]:
         return [
@@ -80,7 +80,7 @@ def partition_cond(editor: JaxprEditor, equation: Any, values: Sequence[Value]) 
 
     def partition(results: Sequence[Placements] | None = None) -> list[PartitionedJaxpr]:
         return [
-            context.partition(branch, arguments, results, backward=backward, at=equation)
+            context.partition(branch, arguments, results, backward=backward, caller=equation)
             for branch in branches(equation)
         ]
 

@@ -74,19 +74,19 @@ class IndependentAxes(NamedTuple):
             result[i] = placement
         return tuple(result)
 
-    def results(self, carried: Sequence[Placements], stacks: Sequence[Placements]) -> list[Placements]:
+    def results(self, carried: Sequence[Placements], ys: Sequence[Placements]) -> list[Placements]:
         """Returns the placements of the results of the scan.
 
         Args:
-            carried: the placements of the carried values along the other axes.
-            stacks: the placements of the ys along the other axes.
+            carry: the placements of the carried values along the other axes.
+            ys: the placements of the ys along the other axes.
         """
         blank = (REPLICATE,) * (len(self.axes) + len(self.others))
-        carry = [
+        carry_results = [
             self.with_others(x, self._with(blank, kind))
             for x, kind in zip(carried, self.carry_placements, strict=True)
         ]
-        return [*carry, *[self.with_others(x, self.sharded(blank)) for x in stacks]]
+        return [*carry_results, *[self.with_others(x, self.sharded(blank)) for x in ys]]
 
     def _with(self, placements: Placements, placement: Placement) -> Placements:
         return tuple([placement if i in self.axes else x for i, x in enumerate(placements)])
@@ -113,10 +113,10 @@ def independent_axes(
     count = math.prod(sizes[i] for i in axes)
     if not axes or not loop.length or loop.length % count:
         return none
-    carried = _reductions(loop)
-    if carried is None:
+    carry_placements = _reductions(loop)
+    if carry_placements is None:
         return none
-    return IndependentAxes(axes, [i for i in all_axes if i not in axes], count, carried)
+    return IndependentAxes(axes, [i for i in all_axes if i not in axes], count, carry_placements)
 
 
 def has_pipelines(editor: JaxprEditor, loop: Loop) -> bool:

@@ -101,7 +101,7 @@ class _ScanPartitioner:
         targets: list[Placements | ReductionTarget | None] = [*carry_targets, *[REDUCE_TO_STATE] * num_ys]
         backward = self._editor.is_backward(self._equation)
         return self._context.partition(
-            self._loop.body, arguments, targets, backward=backward, at=self._equation
+            self._loop.body, arguments, targets, backward=backward, caller=self._equation
         )
 
     def _reduces_in_loop(self) -> bool:

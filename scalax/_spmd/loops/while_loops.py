@@ -30,12 +30,12 @@ def partition_while(editor: JaxprEditor, equation: Any, values: Sequence[Value])
 
     def partition_body(results: Sequence[Placements | None] | None = None) -> PartitionedJaxpr:
         arguments = [*[x.as_argument() for x in body_consts], *map(Argument, carried)]
-        return context.partition(loop.body, arguments, results, backward=backward, at=equation)
+        return context.partition(loop.body, arguments, results, backward=backward, caller=equation)
 
     def partition_test() -> PartitionedJaxpr:
         arguments = [*[x.as_argument() for x in test_consts], *map(Argument, carried)]
         results = None if tests_each_example else [context.replicated]
-        return context.partition(loop.cond, arguments, results, backward=backward, at=equation)
+        return context.partition(loop.cond, arguments, results, backward=backward, caller=equation)
 
     if tests_each_example:
         # Devices that run different numbers of iterations cannot exchange anything, so gather state before.

@@ -28,7 +28,7 @@ def partition_custom(editor: JaxprEditor, equation: Any, values: Sequence[Value]
     backward = editor.is_backward(equation)
     arguments = [*map(editor.argument_info, values)]
     inner = editor.context.partition(
-        annotated_call_jaxpr(equation), arguments, backward=backward, at=equation
+        annotated_call_jaxpr(equation), arguments, backward=backward, caller=equation
     )
     shard_map = None
     if editor.context.microbatch_axis is None and any(

@@ -164,7 +164,7 @@ def partition_shard_map(editor: JaxprEditor, equation: Any, values: Sequence[Val
         equation, body, arguments, _result_layouts(editor, equation, axes), axes.remaining, axes.nested
     )
     backward = editor.is_backward(equation)
-    inner = partitioner.partition(body, arguments, backward=backward, at=equation)
+    inner = partitioner.partition(body, arguments, backward=backward, caller=equation)
     targets = [
         axes.remaining_placements(placements, spec, shape_of(var))
         for placements, spec, var in zip(inner.placements, specs, body.outvars, strict=True)
@@ -172,7 +172,7 @@ def partition_shard_map(editor: JaxprEditor, equation: Any, values: Sequence[Val
     body_results = [axes.body_result(*args) for args in zip(inner.placements, targets, specs, strict=True)]
     body_placements, joins = [x for x, _ in body_results], [x for _, x in body_results]
     if body_placements != [*inner.placements]:
-        inner = partitioner.partition(body, arguments, body_placements, backward=backward, at=equation)
+        inner = partitioner.partition(body, arguments, body_placements, backward=backward, caller=equation)
     is_state = not has_examples and any(value.is_state for value in values)
     outputs = [
         editor.define(var, axes.all_placements(axes.batch_placements(spec, is_state=is_state), target))

@@ -129,7 +129,9 @@ class _PipelinePartitioner:
         is_backward = self._editor.is_backward(equation)
 
         def partition(results: Sequence[Placements | ReductionTarget | None]) -> PartitionedJaxpr:
-            return body_context.partition(body, self._arguments(), results, backward=is_backward, at=equation)
+            return body_context.partition(
+                body, self._arguments(), results, backward=is_backward, caller=equation
+            )
 
         y_target: ReductionTarget | None = None if self._pipeline.gathers_once else REDUCE_TO_STATE
         targets: list[Placements | ReductionTarget | None] = [None] * loop.num_carry

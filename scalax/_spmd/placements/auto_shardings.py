@@ -137,15 +137,15 @@ class AutoShardings:
 
     def _loop(self, equation: Any, operands: Sequence[AutoDims], is_final: bool) -> Sequence[AutoDims]:
         loop = loop_of(equation)
-        constants, first, stacks = loop.split(operands)
-        carried, elements = [*first], [dims[1:] if any(dims[1:]) else NO_AXES for dims in stacks]
-        results = self._forward(loop.body, [*constants, *carried, *elements], is_final=False)
-        carried = [a or b for a, b in zip(carried, results, strict=False)]
-        results = self._forward(loop.body, [*constants, *carried, *elements], is_final=is_final)
+        consts, first, xs = loop.split(operands)
+        carry, element_dims = [*first], [dims[1:] if any(dims[1:]) else NO_AXES for dims in xs]
+        results = self._forward(loop.body, [*consts, *carry, *element_dims], is_final=False)
+        carry = [a or b for a, b in zip(carry, results, strict=False)]
+        results = self._forward(loop.body, [*consts, *carry, *element_dims], is_final=is_final)
         if loop.cond is not None:
-            self._forward(loop.cond, [*operands[: loop.num_cond_consts], *carried], is_final=is_final)
-        stacked = [((), *dims) if dims else NO_AXES for dims in results[loop.num_carry :]]
-        return [*[a or b for a, b in zip(carried, results, strict=False)], *stacked]
+            self._forward(loop.cond, [*operands[: loop.num_cond_consts], *carry], is_final=is_final)
+        ys = [((), *dims) if dims else NO_AXES for dims in results[loop.num_carry :]]
+        return [*[a or b for a, b in zip(carry, results, strict=False)], *ys]
 
     def _constrained_dims(self, sharding: Any, var: Any, previous: AutoDims) -> AutoDims:
         """Returns the sharding of a constrained value. Unconstrained dimensions keep their sharding."""

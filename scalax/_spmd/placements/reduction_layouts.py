@@ -164,26 +164,25 @@ class ReductionLayouts:
 
     def _loop(self, equation: Any, results: Sequence[_MaybeLayout]) -> Sequence[_MaybeLayout]:
         loop = loop_of(equation)
-        stacks = [remap_layout(layout, ShiftedDims(-1)) for layout in results[loop.num_carry :]]
-        carried = [*results[: loop.num_carry]]
-        after_loop, accumulators = carried, self._accumulators(loop)
-        carried = [
-            self._unreduced_in_loop(layout) if i in accumulators else layout
-            for i, layout in enumerate(carried)
+        ys = [remap_layout(layout, ShiftedDims(-1)) for layout in results[loop.num_carry :]]
+        carry = [*results[: loop.num_carry]]
+        after_loop, accumulators = carry, self._accumulators(loop)
+        carry = [
+            self._unreduced_in_loop(layout) if i in accumulators else layout for i, layout in enumerate(carry)
         ]
         num_consts = loop.num_consts
         for _ in range(2):  # the first iteration finds the layouts of all carried values
-            argument_layouts = self._backward(loop.body, [*carried, *stacks])
+            argument_layouts = self._backward(loop.body, [*carry, *ys])
             body_carry = argument_layouts[num_consts : num_consts + loop.num_carry]
-            merged_carry = [first or second for first, second in zip(carried, body_carry, strict=True)]
-            if merged_carry == carried:
+            merged_carry = [first or second for first, second in zip(carry, body_carry, strict=True)]
+            if merged_carry == carry:
                 break
-            carried = merged_carry
-        elements = [
+            carry = merged_carry
+        xs = [
             remap_layout(layout, ShiftedDims(1)) for layout in argument_layouts[num_consts + loop.num_carry :]
         ]
-        carried = [after_loop[i] if i in accumulators else layout for i, layout in enumerate(carried)]
-        return [*[None] * loop.num_cond_consts, *argument_layouts[:num_consts], *carried, *elements]
+        carry = [after_loop[i] if i in accumulators else layout for i, layout in enumerate(carry)]
+        return [*[None] * loop.num_cond_consts, *argument_layouts[:num_consts], *carry, *xs]
 
     def _accumulators(self, loop: Loop) -> set[int]:
         """Returns the indices of the carried values to which a `scan` only adds."""

@@ -71,9 +71,9 @@ def _results(
         ]
     if name in ('scan', 'while'):
         loop = loop_of(equation)
-        constants, carried, stacks = loop.split(operands)
-        elements = [remap_layout(layout, ShiftedDims(-1)) for layout in stacks]
-        results = _forward(layouts, loop.body, [*constants, *carried, *elements])
+        consts, carry, xs = loop.split(operands)
+        elements = [remap_layout(layout, ShiftedDims(-1)) for layout in xs]
+        results = _forward(layouts, loop.body, [*consts, *carry, *elements])
         return [
             *results[: loop.num_carry],
             *[remap_layout(layout, ShiftedDims(1)) for layout in results[loop.num_carry :]],

@@ -119,8 +119,8 @@ def _rewrite_inner(equation: Any, columns: _Columns, cache: _Cache) -> Any:
         jaxpr_before = call_jaxpr(equation)
     else:
         loop = loop_of(equation)
-        constants, carried, stacks = loop.split(operands)
-        body_arguments = [*constants, *[{}] * len(carried), *[_shifted(stack, -1) for stack in stacks]]
+        consts, carry, xs = loop.split(operands)
+        body_arguments = [*consts, *[{}] * len(carry), *[_shifted(stack, -1) for stack in xs]]
         jaxpr_before = loop.body
         jaxpr, results = _rewrite(jaxpr_before, body_arguments, cache)
         results = [{}] * loop.num_carry + [_shifted(x, 1) for x in results[loop.num_carry :]]
