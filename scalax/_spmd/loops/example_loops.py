@@ -74,7 +74,7 @@ class IndependentAxes(NamedTuple):
             result[i] = placement
         return tuple(result)
 
-    def results(self, carried: Sequence[Placements], ys: Sequence[Placements]) -> list[Placements]:
+    def results(self, carry: Sequence[Placements], ys: Sequence[Placements]) -> list[Placements]:
         """Returns the placements of the results of the scan.
 
         Args:
@@ -84,7 +84,7 @@ class IndependentAxes(NamedTuple):
         blank = (REPLICATE,) * (len(self.axes) + len(self.others))
         carry_results = [
             self.with_others(x, self._with(blank, kind))
-            for x, kind in zip(carried, self.carry_placements, strict=True)
+            for x, kind in zip(carry, self.carry_placements, strict=True)
         ]
         return [*carry_results, *[self.with_others(x, self.sharded(blank)) for x in ys]]
 
