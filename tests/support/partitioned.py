@@ -1,4 +1,4 @@
-"""What the tests of the partitioner share: functions that run on blocks, beside one device."""
+"""Helpers of the partitioner's tests: partition a function, run it, and compare with one device."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,13 +19,13 @@ TP = {'fsdp': 4, 'tp': 2}
 
 
 def batch_spec(mesh: dict[str, int], dim: int = 0) -> PartitionSpec:
-    """A spec that shards a dimension over all axes of a mesh but tp."""
+    """Returns a spec that shards a dimension over all axes of a mesh except tp."""
     return P(*[None] * dim, tuple([axis for axis in mesh if axis != 'tp']))
 
 
 def state_spec(shape: Sequence[int], axis: str = 'fsdp', size: int = 8) -> PartitionSpec:
-    """The spec of state: its largest dimension that divides is sharded."""
-    dims = [dim for dim, each in enumerate(shape) if each % size == 0]
+    """Returns the spec of state, whose largest divisible dimension is sharded."""
+    dims = [dim for dim, dim_size in enumerate(shape) if dim_size % size == 0]
     return P(*[None] * max(dims, key=lambda dim: shape[dim]), axis) if dims else P()
 
 
@@ -43,29 +43,29 @@ def partitioned(
     batch_axes: Sequence[str] | None = None,
     options: BatchPartitioning = DEFAULT,
 ) -> tuple[PartitionedStep, Callable[[], list[Any]]]:
-    """A function of state and a batch, partitioned; and what runs it.
+    """Partitions a function of state and a batch, and returns the step and a function that runs it.
 
     Args:
         fun: the function.
-        state: arrays, which are sharded over fsdp unless *replicate*.
+        state: arrays, which are sharded over fsdp unless *replicate* is true.
         batch: arrays.
         mesh_axes: the mesh.
-        batch_dim: the dimension of examples.
-        result_specs: those of the results; None leaves them open.
+        batch_dim: the batch dimension.
+        result_specs: the specs of the results; None leaves them to the partitioner.
         replicate: whether state is replicated.
-        specs: those of the state, leaf by leaf, if it is elsewhere.
-        batch_specs: those of the batch, likewise.
-        batch_axes: the mesh axes of the batch; all but tp if they are not named.
-        options: what users choose.
+        specs: the specs of the leaves of the state; None for the default.
+        batch_specs: the specs of the leaves of the batch; None for the default.
+        batch_axes: the mesh axes of the batch; None for all axes except tp.
+        options: the user's options.
     """
     types = (AxisType.Auto,) * len(mesh_axes)
     mesh = jax.make_mesh(tuple(mesh_axes.values()), tuple(mesh_axes), axis_types=types)
-    leaves, rows = jax.tree.leaves(state), jax.tree.leaves(batch)
+    leaves, batch_leaves = jax.tree.leaves(state), jax.tree.leaves(batch)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     if specs is None:
         specs = [P() if replicate else state_spec(leaf.shape, size=mesh_axes['fsdp']) for leaf in leaves]
     if batch_specs is None:
-        batch_specs = [batch_spec(mesh_axes, batch_dim)] * len(rows)
+        batch_specs = [batch_spec(mesh_axes, batch_dim)] * len(batch_leaves)
     arguments = [StepArgument(spec, False, path) for spec, path in zip(specs, paths, strict=True)]
     arguments += [StepArgument(spec, True, 'batch') for spec in batch_specs]
     axes = batch_axes or [axis for axis in mesh_axes if axis != 'tp']
@@ -81,14 +81,14 @@ def partitioned(
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 return run_step(step, values, mesh, 'step')
 
-        places = [jax.NamedSharding(mesh, each.spec or P()) for each in arguments]
-        return [*jax.jit(inside)(*jax.device_put([*leaves, *rows], places))]
+        shardings = [jax.NamedSharding(mesh, argument.spec or P()) for argument in arguments]
+        return [*jax.jit(inside)(*jax.device_put([*leaves, *batch_leaves], shardings))]
 
     return step, run
 
 
 def with_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of state and a batch that returns what *fun* does, and gradients of both."""
+    """Returns a function that returns the results of *fun*, and gradients for the state and the batch."""
 
     def both(state: Any, batch: Any) -> Any:
         def loss(state: Any, batch: Any) -> Any:
@@ -102,7 +102,7 @@ def with_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def assert_equal(found: Sequence[Any], expected: Any, tolerance: float = 1e-5) -> None:
-    """Values are equal within rounding; integers and keys are equal."""
+    """Asserts that values are equal within rounding, and that integers and keys are equal."""
     for got, want in zip(found, jax.tree.leaves(expected), strict=True):
         if jnp.issubdtype(want.dtype, jnp.inexact):
             scale = max(1.0, float(jnp.abs(want).max(initial=0)))
@@ -112,8 +112,8 @@ def assert_equal(found: Sequence[Any], expected: Any, tolerance: float = 1e-5) -
 
 
 def collectives(step: PartitionedStep) -> Counter[str]:
-    """How often a step runs each kind of collective for each reason."""
-    found: Counter[str] = Counter()
+    """Counts how often a step runs each kind of collective for each reason."""
+    counts: Counter[str] = Counter()
     for row in step.collective_rows:
-        found[f'{row.kind} {row.reason}'] += row.count
-    return found
+        counts[f'{row.kind} {row.reason}'] += row.count
+    return counts
