@@ -645,4 +645,4 @@ def sharding_callback(equation: Any) -> Any:
 
 def _manual_axes(params: Mapping[str, Any]) -> Iterable[str]:
     """Returns the mesh axes that a `shard_map` makes manual: all axes if it names none."""
-    return params.get('newly_manual_axes') or params.get('shard_map_manual_axes') or params['mesh'].axis_names
+    return params.get('newly_manual_axes') or params.get('manual_axes') or params['mesh'].axis_names
