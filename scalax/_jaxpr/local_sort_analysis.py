@@ -295,19 +295,21 @@ class _SortAnalysis:
         devices = self._identity // (self._count // self._num_devices)
         return bool(np.all(values >= 0) and np.all(values // (size // self._num_devices) == devices))
 
-    def _is_identity(self, atom: Any, known: Sequence[tuple[Any, np.ndarray]]) -> bool:
+    def _is_identity(self, atom: Any, known_values: Sequence[tuple[Any, np.ndarray]]) -> bool:
         """Returns whether a value is the identity permutation if the known variables have these values."""
-        values = self._evaluate(atom, known)
+        values = self._evaluate(atom, known_values)
         return values is not None and np.array_equal(values, self._identity)
 
-    def _evaluate(self, atom: Any, known: Sequence[tuple[Any, np.ndarray]]) -> np.ndarray | None:
+    def _evaluate(self, atom: Any, known_values: Sequence[tuple[Any, np.ndarray]]) -> np.ndarray | None:
         """Returns the integers of an array, one for each example, if the known variables have these values.
 
         Returns None if it is not an elementwise function of them.
         """
-        if size_of(atom) != self._count or not known:
+        if size_of(atom) != self._count or not known_values:
             return None
-        self._integers.reset([x for x, _ in known], [values.astype(x.aval.dtype) for x, values in known])
+        self._integers.reset(
+            [x for x, _ in known_values], [values.astype(x.aval.dtype) for x, values in known_values]
+        )
         values = self._integers.of(atom)
         return None if values is None else np.broadcast_to(values, self._count)
 

@@ -104,7 +104,7 @@ def find_matrix_functions(jaxpr: Any, shapes: Container[tuple[int, ...]]) -> Ite
     functions = [
         _matrix_function(jaxpr, root, eqns, roots, readers, scalars) for root, eqns in candidates.items()
     ]
-    functions = [each for each in functions if equations.draws_same_under_vmap(each.jaxpr)]
+    functions = [x for x in functions if equations.draws_same_under_vmap(x.jaxpr)]
     dependent = {id(var) for function in functions for var in function.results}
     function_eqns = {id(eqn) for function in functions for eqn in function.equations}
     for equation in inner.eqns:

@@ -78,13 +78,13 @@ def evaluate(operation: str, values: Sequence[IntegerValues | None]) -> IntegerV
         for value in values:
             if value is not None and value.dtype == np.bool_ and (value == (operation == 'or')).all():
                 return value  # whatever the other operand is
-    known = [value for value in values if value is not None]
-    if len(known) < len(values) or len({value.shape for value in known if value.size != 1}) > 1:
+    known_values = [value for value in values if value is not None]
+    if len(known_values) < len(values) or len({value.shape for value in known_values if value.size != 1}) > 1:
         return None
-    if operation in _DIVISIONS and not known[1].all():
+    if operation in _DIVISIONS and not known_values[1].all():
         return None
     with np.errstate(over='ignore'):  # integers wrap around
-        return np.asarray(INTEGER_OPS[operation](*known))
+        return np.asarray(INTEGER_OPS[operation](*known_values))
 
 
 class StaticIntegers:
