@@ -57,7 +57,7 @@ class Plan(PlanData, Renderable):
             the function (``compiler_options``), and, for GPUs that are not attached, the options that select
             the matmuls of cuBLAS, if not set otherwise.
         schedule: for GPUs with known specs, the time along the compiler's schedule.
-        pipelines: the loops over layers that run as pipelines, as *stages* of ``sjit`` requests.
+        pipelines: the loops over layers that run as pipelines, as *pipeline* of ``sjit`` requests.
         hardware_override: the hardware that the caller passed in place of that of the devices.
     """
 

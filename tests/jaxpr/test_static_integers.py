@@ -1,4 +1,4 @@
-"""Integers that are known before a program runs are those that JAX computes."""
+"""Integers that are folded before a program runs equal those that JAX computes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ FUNCTIONS = {
 UNARY = ('abs', 'neg', 'sign')
 
 
-def known(fun, *arguments, iotas=False):
-    """What is known of the result of a function whose arguments have these integers."""
+def fold(fun, *arguments, iotas=False):
+    """Returns the integers of the result of a function whose arguments have these integers."""
     shapes = [jax.ShapeDtypeStruct(shape, 'int32') for shape, _ in arguments]
     jaxpr = jax.make_jaxpr(fun)(*shapes).jaxpr
     integers = StaticIntegers(jaxpr, iotas=iotas)
@@ -39,30 +39,30 @@ def test_operations_are_those_of_jax(name):
     def fun(x, y):
         return getattr(lax, name)(x) if name in UNARY else FUNCTIONS.get(name, getattr(lax, name, None))(x, y)
 
-    found, expected = known(fun, (X.shape, X), (Y.shape, Y)), fun(jnp.array(X), jnp.array(Y))
-    np.testing.assert_array_equal(found, expected)
-    assert found.dtype == expected.dtype
+    folded, expected = fold(fun, (X.shape, X), (Y.shape, Y)), fun(jnp.array(X), jnp.array(Y))
+    np.testing.assert_array_equal(folded, expected)
+    assert folded.dtype == expected.dtype
 
 
 def test_functions_and_other_forms():
     def fun(x):
         return jax.jit(lambda x: x // 3)(x.reshape(2, 3)).astype('uint8').reshape(-1) + jnp.uint8(250)
 
-    np.testing.assert_array_equal(known(fun, (X.shape, X)), fun(jnp.array(X)))
-    assert known(lambda x: x.reshape(2, 3).T, (X.shape, X)) is None
-    assert known(lambda x: x // jnp.where(x < 0, 0, 1), (X.shape, X)) is None  # a division by zero
+    np.testing.assert_array_equal(fold(fun, (X.shape, X)), fun(jnp.array(X)))
+    assert fold(lambda x: x.reshape(2, 3).T, (X.shape, X)) is None
+    assert fold(lambda x: x // jnp.where(x < 0, 0, 1), (X.shape, X)) is None  # a division by zero
 
 
 def test_numbers_of_elements():
     def fun(x):
         return x + jnp.arange(6)
 
-    np.testing.assert_array_equal(known(fun, (X.shape, X), iotas=True), fun(jnp.array(X)))
-    assert known(fun, (X.shape, X)) is None
+    np.testing.assert_array_equal(fold(fun, (X.shape, X), iotas=True), fun(jnp.array(X)))
+    assert fold(fun, (X.shape, X)) is None
 
 
-def test_those_of_rounds_are_not_those_of_elements():
-    rounds = np.arange(6, dtype=np.int32)
-    np.testing.assert_array_equal(known(lambda i: i * 2 + 1, ((), rounds)), rounds * 2 + 1)
-    assert known(lambda i, x: i + x, ((), rounds), (X.shape, X)) is None
-    assert known(lambda i, x: lax.select_n(i < 1, x, x + 1), ((), rounds), (X.shape, X)) is None
+def test_integers_of_iterations_are_not_those_of_elements():
+    iterations = np.arange(6, dtype=np.int32)
+    np.testing.assert_array_equal(fold(lambda i: i * 2 + 1, ((), iterations)), iterations * 2 + 1)
+    assert fold(lambda i, x: i + x, ((), iterations), (X.shape, X)) is None
+    assert fold(lambda i, x: lax.select_n(i < 1, x, x + 1), ((), iterations), (X.shape, X)) is None
