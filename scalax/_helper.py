@@ -475,7 +475,7 @@ class MeshShardingHelper:
             StructureError: the rules do not have the structure of the arguments or the outputs.
             ShardingError: some leaves cannot be sharded as the rules specify. The error lists all of them.
             PlacementError: some arguments are committed to another sharding.
-            StagesError: the function cannot run as a pipeline.
+            PipelineError: the function cannot run as a pipeline.
 
         Example:
             >>> import jax.numpy as jnp

@@ -10,7 +10,7 @@ same kind of mistake:
     ├── StructureError        (ValueError)   the structure of a tree of rules does not match the tree
     ├── ArgumentError         (TypeError)    an argument that a compiled function cannot take
     ├── PlacementError        (ValueError)   an argument has a different sharding than specified
-    ├── StagesError           (ValueError)   a step cannot run as a pipeline
+    ├── PipelineError           (ValueError)   a step cannot run as a pipeline
     ├── PlanError             (ValueError)   a compiled program cannot be read, or planned with these values
     ├── DataError             (ValueError)   a batch does not fit the mesh, or a file has the wrong format
     ├── CheckpointError       (ValueError)   a checkpoint cannot be written, is damaged, or holds another tree
@@ -23,7 +23,7 @@ same kind of mistake:
     ├── UnusedAnnotationWarning              the function never used a bound annotation name
     ├── LostUpdateWarning                    a compiled function changes a module that it does not return
     ├── PartitioningWarning                  a step is not partitioned along its batch
-    ├── StagesWarning                        a large part of a pipeline's time is idle
+    ├── PipelineWarning                        a large part of a pipeline's time is idle
     └── UnshardedWarning                     arrays that should be sharded are not, or a regex matches nothing
 
 All packages can import this module: it imports neither JAX nor, except for the folding of names, scalax.
@@ -69,7 +69,7 @@ class PlacementError(ScalaxError, ValueError):
     """Arguments are committed to devices with a different sharding than specified."""
 
 
-class StagesError(ScalaxError, ValueError):
+class PipelineError(ScalaxError, ValueError):
     """A step cannot run as a pipeline; the message says what to change."""
 
 
@@ -120,7 +120,7 @@ class PartitioningWarning(ScalaxWarning):
     """
 
 
-class StagesWarning(ScalaxWarning):
+class PipelineWarning(ScalaxWarning):
     """A pipeline is idle for a large part of its time."""
 
 

@@ -36,7 +36,7 @@ def carry_increment(body: Any, var: Any, result: Any) -> list[Any] | None:
     increments: list[Any] = []
     while uses[id(var)] == 1 and var is not result:
         reader = readers.get(id(var))
-        if reader is None:
+        if reader is None or not reader.outvars:
             return None
         name, sum_var = primitive_name(reader), reader.outvars[0]
         is_same_dtype = name == 'convert_element_type' and sum_var.aval.dtype == var.aval.dtype
@@ -114,6 +114,8 @@ class CarryReductions:
             inner = open_jaxpr(loop.body)
             reduced = self._follow(inner, inner.invars[operand])
             return reduced if reduced is not None and reduced[1] == index else None
+        if not equation.outvars:  # a callback
+            return None
         accumulator, total = equation.invars[operand].aval, equation.outvars[0].aval
         if name == 'convert_element_type' and total.dtype == accumulator.dtype:
             return set(), 0

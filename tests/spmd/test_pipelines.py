@@ -101,7 +101,7 @@ def test_weights_of_layers_are_gathered_in_each_tick_or_once(monkeypatch, gather
         ('rows_over_others_and_stages', {'num_repeats': 2}),
     ],
 )
-@pytest.mark.filterwarnings('ignore::scalax.errors.StagesWarning')
+@pytest.mark.filterwarnings('ignore::scalax.errors.PipelineWarning')
 @pytest.mark.sampled(3)
 def test_values_are_those_of_one_device(name, how):
     program = PROGRAMS[name]

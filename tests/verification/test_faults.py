@@ -5,7 +5,7 @@ import warnings
 import jax
 import pytest
 
-from scalax.errors import PartitioningWarning, StagesWarning
+from scalax.errors import PartitioningWarning, PipelineWarning
 from tests.verification.faults import FAULTS, SOUND
 
 # Of each kind; `make test-all` runs all.
@@ -38,7 +38,7 @@ def named(table):
 
 def verified(fault):
     with fault.seeded(), warnings.catch_warnings():
-        warnings.simplefilter('ignore', StagesWarning)
+        warnings.simplefilter('ignore', PipelineWarning)
         warnings.simplefilter('error', PartitioningWarning)  # then a seeded fault would not be there
         return fault.helper().verify(fault.make)
 

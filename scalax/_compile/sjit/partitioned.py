@@ -19,7 +19,7 @@ from scalax._spmd.pipelines.summary import PipelinedLoops
 from scalax._spmd.placements.result_states import ResultState, result_states
 from scalax._spmd.step import PartitionedStep, StepArgument, StepResult, partition_step, run_step
 from scalax._spmd.values import CannotPartition
-from scalax.errors import PartitioningWarning, StagesError, warn
+from scalax.errors import PartitioningWarning, PipelineError, warn
 
 
 def run_partitioned(
@@ -86,7 +86,7 @@ def run_partitioned(
         step = partition_step(
             closed_jaxpr, arguments, results, abstract_mesh, axes, options, find_pipelines=find_loops
         )
-    except StagesError:
+    except PipelineError:
         raise
     except CannotPartition as error:
         return bind_as_jit(closed_jaxpr, values, name), _warn(name, error), ()
@@ -103,7 +103,7 @@ def run_partitioned(
     def jvp(values: Any, tangents: Any) -> Any:
         on_gradient()
         if pipeline is not None:
-            raise StagesError(
+            raise PipelineError(
                 'cannot differentiate through a pipelined function: every tick would save its activations\n'
                 'What to do: take the gradient inside: helper.sjit(jax.value_and_grad(loss), pipeline=...).'
             )

@@ -39,7 +39,7 @@ from scalax._jax import rewriting
 from scalax._jax.tracing import is_compiled, is_opaque, memory_space, type_of
 from scalax._spmd.options import DEFAULT
 from scalax._spmd.pipelines.config import Pipeline
-from scalax.errors import MeshError, StagesError, UnusedAnnotationWarning, did_you_mean, near_names, warn
+from scalax.errors import MeshError, PipelineError, UnusedAnnotationWarning, did_you_mean, near_names, warn
 from scalax.interop._lost_updates import ModuleUpdates
 
 
@@ -223,12 +223,12 @@ class TracedFunction:
         if pipeline is None:
             return None
         if self._rules.any_explicit:
-            raise StagesError(
+            raise PipelineError(
                 f'{name} has {pipeline}, and the mesh has Explicit axes, whose shardings are part of types\n'
                 'What to do: make a mesh of Auto axes.'
             )
         if entry.batch is None:
-            raise StagesError(
+            raise PipelineError(
                 f'{name} has {pipeline}, and none of its arguments is known to be the batch that passes '
                 'through the stages\n'
                 'What to do: shard it over mesh axes of several devices, such as '

@@ -24,7 +24,7 @@ from scalax._planning.autoshard.step import trace_step
 from scalax._planning.autoshard.trial import OutOfTime, Trials
 from scalax._planning.hardware.specs import Hardware, hardware_of
 from scalax._planning.mesh_search.meshes import Constraints, possible_meshes
-from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, StagesWarning
+from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, PipelineWarning
 from scalax.rules import TreePathShardingRule
 
 _log = logging.getLogger('scalax.autoshard')
@@ -128,7 +128,7 @@ def autoshard(
     # Set here, because warning filters belong to the process: threads of trials could not restore them.
     with warnings.catch_warnings(), progress('finding a rule:', _log) as update_progress:
         warnings.simplefilter('error', IndivisibleWarning)
-        warnings.simplefilter('ignore', StagesWarning)
+        warnings.simplefilter('ignore', PipelineWarning)
         warnings.filterwarnings('ignore', 'Some donated buffers were not usable')  # the result warns once
         trials = Trials(problem, usable, trial_file, update_progress, started + budget_s)
         try:

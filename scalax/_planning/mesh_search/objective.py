@@ -14,7 +14,7 @@ import jax
 from scalax._jax.error_texts import is_indivisible, is_unpartitioned
 from scalax._planning.report.plan_data import PlanData
 from scalax._planning.time.roofline import StepTime
-from scalax.errors import IndivisibleWarning, MeshError, PlanError, ScalaxError, ShardingError, StagesError
+from scalax.errors import IndivisibleWarning, MeshError, PlanError, ScalaxError, ShardingError, PipelineError
 
 TIME_TOLERANCE = 0.002
 """The relative difference up to which times count as equal."""
@@ -94,7 +94,7 @@ def reason_of_failure(error: Exception, candidate: str) -> str:
     is_rejected = is_rejected or is_unpartitioned(error)
     if not (
         is_rejected
-        or isinstance(error, MeshError | IndivisibleWarning | StagesError)
+        or isinstance(error, MeshError | IndivisibleWarning | PipelineError)
         or _does_not_divide(error)
     ):
         error.add_note(f'This was raised by the candidate {candidate}.')
@@ -102,7 +102,7 @@ def reason_of_failure(error: Exception, candidate: str) -> str:
     if isinstance(error, ShardingError):
         first, *others = error.problems
         return f'{first.leaf}: {first.detail}' + (f' (and {len(others)} more)' if others else '')
-    lines = str(error).splitlines()[: 1 if isinstance(error, StagesError) else 2]  # without the advice
+    lines = str(error).splitlines()[: 1 if isinstance(error, PipelineError) else 2]  # without the advice
     kind = '' if isinstance(error, ScalaxError | IndivisibleWarning) else f'{type(error).__name__}: '
     return kind + ' '.join(line.strip() for line in lines)
 

@@ -37,7 +37,7 @@ from scalax._planning.report.make_plan import plan_lowered
 from scalax._planning.report.plan import Plan
 from scalax._planning.report.plan_page import memory_taken
 from scalax._spmd.pipelines.config import Pipeline
-from scalax.errors import ArgumentError, DataError, IndivisibleWarning, StagesWarning, did_you_mean
+from scalax.errors import ArgumentError, DataError, IndivisibleWarning, PipelineWarning, did_you_mean
 
 _log = logging.getLogger('scalax.search')
 
@@ -184,7 +184,7 @@ class _Planner:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter('error', IndivisibleWarning)
-                warnings.simplefilter('ignore', StagesWarning)
+                warnings.simplefilter('ignore', PipelineWarning)
                 step = self._lower(candidate)
                 candidate = dataclasses.replace(candidate, argument_bytes=step.argument_bytes)
                 limit = step.hardware.hbm_bytes if step.hardware else None

@@ -35,7 +35,7 @@ from scalax._spmd.pipelines.schedule import PipelinedScan
 from scalax._spmd.pipelines.sink_constants import sink_constants
 from scalax._spmd.pipelines.summary import PipelinedLoop, PipelinedLoops
 from scalax._spmd.placements.placement import REPLICATE, SUM, Placement, Shard
-from scalax.errors import StagesError, StagesWarning, plural, shown, warn
+from scalax.errors import PipelineError, PipelineWarning, plural, shown, warn
 
 # A pipeline that is idle in a larger fraction of the ticks warns.
 _MAX_IDLE_FRACTION = 0.5
@@ -56,7 +56,7 @@ def find_pipelines(
         A jaxpr that computes the same, its scans that run as pipelines by equation id, and their summaries.
 
     Raises:
-        StagesError: something has to be changed, in the model, the rules or the mesh.
+        PipelineError: something has to be changed, in the model, the rules or the mesh.
     """
     _check_microbatches(pipeline, sizes[pipeline.axis])
     jaxpr = rewriting.inline_and_sink_constants(jaxpr, (), containing='scan')
@@ -65,7 +65,7 @@ def find_pipelines(
     marks = [*_marks(jaxpr, arguments, batch_dims, pipeline.axis)]
     finder = LayerScanFinder(jaxpr, marks)
     if not finder.loops:
-        raise StagesError(
+        raise PipelineError(
             f'no loop runs over layers that are sharded over {pipeline.axis!r}, so nothing is a pipeline. '
             f'{_sharded_arguments_text(marks, argument_names(jaxpr))}\n'
             'What to do: stack the parameters of layers (jax.tree.map(lambda *x: jnp.stack(x), *layers)), '
@@ -77,7 +77,7 @@ def find_pipelines(
     rewriter = _PipelineRewriter(finder, microbatching, pipeline, argument_names(jaxpr), executions)
     jaxpr = rewriter.jaxpr(jaxpr)
     if not rewriter.loops:
-        raise StagesError(
+        raise PipelineError(
             'no loop over layers takes the batch, as far as is known: '
             f'{", ".join(sorted({*map(line_of, finder.loops.values())}))}\n'
             'What to do: see step.explain_propagation(...) of the function without a pipeline for where '
@@ -90,16 +90,16 @@ def has_several_stages(sizes: Mapping[str, int], pipeline: Pipeline) -> bool:
     """Returns whether the axis of stages has several devices; warns if it has one.
 
     Raises:
-        StagesError: the mesh has no such axis.
+        PipelineError: the mesh has no such axis.
     """
     if pipeline.axis not in sizes:
-        raise StagesError(f'{pipeline}: {unknown_axis_text(pipeline.axis, sizes)}')
+        raise PipelineError(f'{pipeline}: {unknown_axis_text(pipeline.axis, sizes)}')
     if sizes[pipeline.axis] > 1:
         return True
     warn(
         f'{pipeline}: {pipeline.axis!r} has one device, so loops over layers run as they are\nWhat to do: '
         'give it more devices, or leave out pipeline=.',
-        StagesWarning,
+        PipelineWarning,
     )
     return False
 
@@ -138,7 +138,7 @@ def _microbatching(
             f'  {names[i] if names else i}: {count} examples over {", ".join(axes)}'
             for i, (count, axes) in batches.items()
         )
-        raise StagesError(
+        raise PipelineError(
             f'{pipeline}: arrays of the batch have different numbers of examples, or are sharded over '
             f'different mesh axes:\n{listed}\n'
             'What to do: give all of them the same number of examples and the same axes.'
@@ -184,14 +184,14 @@ def _check_layers(
     microbatching: Microbatching,
     pipeline: Pipeline,
 ) -> None:
-    """Raises StagesError about stacks with other shardings, or a number of layers that does not divide."""
+    """Raises PipelineError about stacks with other shardings, or a number of layers that does not divide."""
     loop, line = loop_of(equation), line_of(equation)
     _, _, stacks = loop.split(equation.invars)
     first_dim_marks = [mark for stack in stacks for mark in (finder.of(stack) or ((),))[0]]
     unsharded = {int(mark) for mark in first_dim_marks if mark.isdigit()}
     if unsharded:
         listed = ', '.join(names[i] if names else f'argument {i}' for i in sorted(unsharded))
-        raise StagesError(
+        raise PipelineError(
             f'the loop over layers at {line} takes stacks that are sharded over {pipeline.axis!r} in their '
             f'first dimension, and others that are not: {listed}\n'
             f'What to do: shard the first dimension of all of them over {pipeline.axis!r}, or of none.'
@@ -199,7 +199,7 @@ def _check_layers(
     groups = microbatching.num_stages * pipeline.num_repeats
     length = loop.length or 0
     if length % groups:
-        raise StagesError(
+        raise PipelineError(
             f'the loop at {line} has {plural(length, "layer")}, which do not divide by '
             f'{microbatching.num_stages} stages'
             f'{f" x {pipeline.num_repeats} repeats" if pipeline.num_repeats > 1 else ""}\n'
@@ -208,9 +208,9 @@ def _check_layers(
 
 
 def _check_microbatches(pipeline: Pipeline, num_stages: int) -> None:
-    """Raises StagesError about a number of microbatches that is impossible with several repeats."""
+    """Raises PipelineError about a number of microbatches that is impossible with several repeats."""
     if pipeline.num_repeats > 1 and pipeline.num_microbatches % num_stages:
-        raise StagesError(
+        raise PipelineError(
             f'{pipeline}: with several repeats, microbatches pass through {num_stages} stages {num_stages} '
             'at a time\n'
             f'What to do: choose a multiple of {num_stages}, or leave out num_repeats.'
@@ -230,7 +230,7 @@ def _warn_if_idle(microbatching: Microbatching, pipeline: Pipeline) -> None:
         warn(
             f'{pipeline}: {", and ".join(faults)}\nWhat to do: choose more microbatches, a multiple of the '
             f'{microbatching.num_stages} stages.',
-            StagesWarning,
+            PipelineWarning,
         )
 
 
@@ -302,7 +302,7 @@ class _PipelineRewriter(rewriting.Rewriter):
                     raise
                 return [*itertools.chain.from_iterable(self._rewrite_part(x, original) for x in parts)]
         except MixesExamples as error:
-            raise StagesError(
+            raise PipelineError(
                 f'the loop over layers at {line} cannot run on microbatches: {error}, at '
                 f'{line_of(error.equation, [*error.calls, equation])}\n'
                 f'What to do: {error.instead}; or run without pipeline=.'
@@ -329,7 +329,7 @@ class _PipelineRewriter(rewriting.Rewriter):
             line: its source line.
 
         Raises:
-            StagesError: the number of examples does not divide.
+            PipelineError: the number of examples does not divide.
         """
         # In a loop over microbatches there are fewer examples. Merged with tokens, they have more elements.
         count = self._microbatching.num_examples
@@ -338,7 +338,7 @@ class _PipelineRewriter(rewriting.Rewriter):
         microbatching = self._microbatching._replace(num_examples=count)
         divisor = microbatching.num_microbatches * microbatching.num_devices
         if count % divisor or any(size % count for size in sizes):
-            raise StagesError(
+            raise PipelineError(
                 f'{plural(count, "example")} of the batch at the loop over layers at {line} do not divide by '
                 f'{microbatching.num_microbatches} microbatches x {microbatching.num_devices} devices of a '
                 f'stage that share it\nWhat to do: choose a batch of a multiple of {divisor} examples, or '

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scalax.errors import ArgumentError, StagesError, StagesWarning
+from scalax.errors import ArgumentError, PipelineError, PipelineWarning
 from scalax.sharding import PartitionSpec as P
 from scalax.sharding import Pipeline, TreePathShardingRule
 from scalax.testing import assert_equal_to_one_device
@@ -63,7 +63,7 @@ def test_a_warning_about_stages_that_are_idle(microbatches, rows, faults):
     )
     params, batch, _ = arguments()
     text = f'{pipeline}: {faults}\nWhat to do: choose more microbatches, a multiple of the 2 stages.'
-    with pytest.warns(StagesWarning, match=f'^{re.escape(text)}$'):
+    with pytest.warns(PipelineWarning, match=f'^{re.escape(text)}$'):
         fun.eval_shape(params, jax.tree.map(lambda x: x[:rows], batch))
 
 
@@ -90,7 +90,7 @@ def test_a_gradient_is_taken_inside_of_the_function():
     fun = HELPER().sjit(
         lambda *args: of_layers(block, *args[:2]), in_shardings=(RULE, P('fsdp'), P()), **staged()
     )
-    with pytest.raises(StagesError, match=r'cannot differentiate.*\n.*take the gradient inside'):
+    with pytest.raises(PipelineError, match=r'cannot differentiate.*\n.*take the gradient inside'):
         jax.grad(fun)(*arguments())
 
 

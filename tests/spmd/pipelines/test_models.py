@@ -12,7 +12,7 @@ import pytest
 from benchmarks.unchanged import catalogue, diffusion, llama, optimizers
 from benchmarks.unchanged.measure import training_step
 from benchmarks.unchanged.values import SGD, example, largest_difference, weights
-from scalax.errors import StagesError
+from scalax.errors import PipelineError
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, Pipeline, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
 
@@ -126,7 +126,7 @@ def test_steps_are_those_of_one_device(name, mesh):
 @pytest.mark.parametrize('name', [*REFUSED])
 def test_layers_that_mix_rows_are_refused(name):
     fun, _, args = staged(MODELS[name], 'four stages')
-    with pytest.raises(StagesError) as caught:
+    with pytest.raises(PipelineError) as caught:
         fun.trace(*args)
     assert REFUSED[name] in str(caught.value)
 
@@ -135,7 +135,7 @@ def test_layers_that_mix_rows_are_refused(name):
 @pytest.mark.parametrize('name', ['flax.nnx modules', 'recurrent cell', 'recommender'])
 def test_models_without_stacks_are_refused(name):
     fun, _, args = staged(MODELS[name], 'four stages')
-    with pytest.raises(StagesError, match='no loop runs over layers'):
+    with pytest.raises(PipelineError, match='no loop runs over layers'):
         fun.trace(*args)
 
 

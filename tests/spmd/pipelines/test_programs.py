@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from scalax.errors import StagesError, StagesWarning
+from scalax.errors import PipelineError, PipelineWarning
 from scalax.sharding import PartitionSpec as P
 from scalax.sharding import Pipeline
 from tests.spmd.pipelines.programs import LAYERS, PROGRAMS, REFUSED, RULE, arguments
@@ -71,7 +71,7 @@ def test_programs_compute_what_one_device_computes(name):
     program, args = PROGRAMS[name], arguments()
     wanted = jax.jit(program.compiled, compiler_options=QUICKLY)(*args)
     with warnings.catch_warnings():
-        warnings.simplefilter('ignore', StagesWarning)
+        warnings.simplefilter('ignore', PipelineWarning)
         step = staged(program)
         assert_close(step(*args), wanted, program.tolerance)
         assert 'collective_permute' in step.lower(*args).as_text()
@@ -184,7 +184,7 @@ REFUSALS = {
 @pytest.mark.parametrize('name', [*REFUSALS])
 def test_what_mixes_rows_is_refused_by_its_line(name):
     why, code, instead = REFUSALS[name]
-    with pytest.raises(StagesError) as caught:
+    with pytest.raises(PipelineError) as caught:
         staged(REFUSED[name]).trace(*arguments())
     at = r'programs\.py:(\d+) \S+'
     found = re.fullmatch(
@@ -200,13 +200,13 @@ def test_what_mixes_rows_is_refused_by_its_line(name):
 def test_effects_are_refused():
     name = 'debug_print|debug_callback'
     with pytest.raises(
-        StagesError, match=f'({name}) has an effect, which would happen more often, at programs.py'
+        PipelineError, match=f'({name}) has an effect, which would happen more often, at programs.py'
     ):
         staged(REFUSED['print_of_weights']).trace(*arguments())
 
 
 def test_layers_without_a_loop_are_refused():
-    with pytest.raises(StagesError) as caught:
+    with pytest.raises(PipelineError) as caught:
         staged(REFUSED['layers_in_a_python_loop']).trace(*arguments())
     assert str(caught.value).startswith(
         "no loop runs over layers that are sharded over 'stage', so nothing is a pipeline. Beside the batch, "
@@ -226,5 +226,5 @@ def test_layers_that_no_rule_shards_are_refused():
             pipeline=Pipeline('stage', 2),
         )
     )
-    with pytest.raises(StagesError, match='No argument but the batch is sharded over it by in_shardings'):
+    with pytest.raises(PipelineError, match='No argument but the batch is sharded over it by in_shardings'):
         step.trace(*arguments())
