@@ -24,7 +24,7 @@ from scalax._planning.autoshard.step import trace_step
 from scalax._planning.autoshard.trial import OutOfTime, Trials
 from scalax._planning.hardware.specs import Hardware, hardware_of
 from scalax._planning.mesh_search.meshes import Constraints, possible_meshes
-from scalax.errors import ArgumentError, IndivisibleWarning, PlanError, PipelineWarning
+from scalax.errors import ArgumentError, IndivisibleWarning, PipelineWarning, PlanError
 from scalax.rules import TreePathShardingRule
 
 _log = logging.getLogger('scalax.autoshard')

@@ -14,7 +14,7 @@ import jax
 from scalax._jax.error_texts import is_indivisible, is_unpartitioned
 from scalax._planning.report.plan_data import PlanData
 from scalax._planning.time.roofline import StepTime
-from scalax.errors import IndivisibleWarning, MeshError, PlanError, ScalaxError, ShardingError, PipelineError
+from scalax.errors import IndivisibleWarning, MeshError, PipelineError, PlanError, ScalaxError, ShardingError
 
 TIME_TOLERANCE = 0.002
 """The relative difference up to which times count as equal."""
