@@ -150,7 +150,7 @@ def test_files_and_pages(tmp_path):
     path.write_text(report.to_json())
     assert PropagationReport.load(path) == report
     assert json.loads(report.to_json())['collectives'][0]['kind'] == 'all_gather'
-    with pytest.raises(DataError, match='not a whole report'):
+    with pytest.raises(DataError, match='not a complete report'):
         PropagationReport.load('{"version": 1}')
     report.to_html(tmp_path / 'report.html')
     page = (tmp_path / 'report.html').read_text()
