@@ -27,7 +27,7 @@ from scalax._jax.manual_axes import OPS_WITH_SIZES, local_params, params_with_ja
 from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jax.rewriting import with_results
 from scalax._jaxpr.dim_rules import ELEMENTWISE, RULES, reshape_groups
-from scalax._spmd.batch.batch_dims import sharded_part
+from scalax._spmd.batch.replicated_batch_dims import sharded_part
 from scalax._spmd.batch.replicated_parts import is_computed_by_block
 from scalax._spmd.context import PartitionContext
 from scalax._spmd.conversions import NEEDS_ALL_MICROBATCHES, JaxprEditor

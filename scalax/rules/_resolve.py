@@ -1,7 +1,8 @@
 """Resolution of rules on a mesh: from rules and a tree to the sharding of each leaf.
 
-Everything in scalax that shards an array calls `resolve`. All validation is here, and every decision is
-recorded (`Resolution.decisions`), so that reports can show the reasons.
+Everything in scalax that shards an array calls `resolve`. All specs are validated here, by
+`_core/pytree/spec_validation`, and every decision is recorded (`Resolution.decisions`), so that reports
+can show the reasons.
 """
 
 from __future__ import annotations

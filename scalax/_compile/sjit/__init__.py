@@ -12,6 +12,8 @@ call, and `program_table` the compiled programs.
                          `-- resolve -- find -- trace -- build -- place -- run -- outputs
                                           `-- known key ------------'
 
+A repeated call passes the generated caller and the program alone; `dispatch` is the slow path.
+
 Flat arguments. `jax.jit` takes shardings, static and donated arguments by position only, so a call becomes a
 list of slots (`CallLayout`). Users call a generated function with their own parameters: Python binds the
 arguments in C. A parameter left to its default is a pytree without leaves.

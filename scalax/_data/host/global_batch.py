@@ -1,4 +1,4 @@
-"""Global batches from the local batches of processes.
+"""Global batches from the local batches of processes, whose examples keep the order of the processes.
 
 It takes three steps, so that a prefetching thread can do the first two:
 

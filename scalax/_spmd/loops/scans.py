@@ -13,7 +13,7 @@ from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.loops.carry_placements import carry_fixpoint
 from scalax._spmd.loops.example_loops import independent_axes
 from scalax._spmd.loops.forward_results import finish_forward_results
-from scalax._spmd.loops.microbatch_loops import xs_placements
+from scalax._spmd.loops.microbatch_inputs import xs_placements
 from scalax._spmd.placements.placement import SUM, Placements, Shard, shards_examples
 from scalax._spmd.values import REDUCE_TO_STATE, Argument, PartitionedJaxpr, ReductionTarget, Value
 

@@ -74,7 +74,7 @@ def find_pipelines(
         )
     _warn_if_idle(microbatching, pipeline)
     executions = _count_executions(open_jaxpr(jaxpr), finder.loops)
-    rewriter = _PipelineRewriter(finder, microbatching, pipeline, argument_names(jaxpr), executions)
+    rewriter = _PipelinePreparation(finder, microbatching, pipeline, argument_names(jaxpr), executions)
     jaxpr = rewriter.jaxpr(jaxpr)
     if not rewriter.loops:
         raise PipelineError(
@@ -234,8 +234,8 @@ def _warn_if_idle(microbatching: Microbatching, pipeline: Pipeline) -> None:
         )
 
 
-class _PipelineRewriter(rewriting.Rewriter):
-    """Rewrites a jaxpr so that its scans over layers can run as pipelines.
+class _PipelinePreparation(rewriting.Rewriter):
+    """Prepares a jaxpr, so that its scans over layers can run as pipelines.
 
     Attributes:
         loops: the summaries of the pipelines, with the equations of their loops in the user's step.

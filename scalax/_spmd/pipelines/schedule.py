@@ -27,7 +27,8 @@ import jax.numpy as jnp
 from scalax._jax.equations import loop_of, open_jaxpr, scan_options
 from scalax._jax.rewriting import bind_as_jit
 from scalax._jaxpr.abstract_interpreter import LoopValues
-from scalax._spmd.pipelines.summary import microbatch_at, pipeline_scope
+from scalax._spmd.pipelines.summary import pipeline_scope
+from scalax._spmd.pipelines.tick_assignment import microbatch_at
 from scalax._spmd.placements.placement import REPLICATE, SUM, Placement, Shard
 from scalax._spmd.values import PartitionedJaxpr
 

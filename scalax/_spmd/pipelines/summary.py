@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from scalax._spmd.pipelines.tick_assignment import microbatch_at
+
 PIPELINE_SCOPE = re.compile(r'pipeline\(([^,()]*), ([^:()]*):(\d+) ([^()]*)\)/?')
 """Matches the scope of a transfer in the name of an operation: its purpose, and file, line and function."""
 
@@ -16,16 +18,6 @@ PIPELINE_SCOPE = re.compile(r'pipeline\(([^,()]*), ([^:()]*):(\d+) ([^()]*)\)/?'
 def pipeline_scope(purpose: str, line: str) -> Any:
     """Returns the scope of a transfer of a pipeline, from which plans read its purpose and source line."""
     return jax.named_scope(f'pipeline({purpose}, {line})')
-
-
-def microbatch_at(step: Any, num_stages: int, num_repeats: int) -> tuple[Any, Any]:
-    """Returns the microbatch that a stage computes in its step of this index, and the repeat.
-
-    With several repeats, microbatches go in groups of *num_stages*. Each group passes through all repeats
-    before the next one enters.
-    """
-    microbatch = step // (num_repeats * num_stages) * num_stages + step % num_stages
-    return microbatch, step // num_stages % num_repeats
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,7 @@ from scalax._jax.rewriting import (
 from scalax._jaxpr.dim_rules import is_row_gather, is_row_scatter, reshape_groups
 from scalax._jaxpr.static_integers import IntegerValues, StaticIntegers
 from scalax._jaxpr.user_shardings import user_shardings_of
-from scalax._spmd.batch.batch_dims import BatchDims
+from scalax._spmd.batch.replicated_batch_dims import BatchDims
 from scalax._spmd.rewrites.facts import StepFacts
 
 # The longest loop whose indices are evaluated.

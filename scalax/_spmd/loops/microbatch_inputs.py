@@ -1,9 +1,10 @@
-"""Loops over microbatches: a batch ``(B, ...)`` is reshaped to ``(M, B / M, ...)``, and a `scan` runs over M.
+"""The inputs of loops over microbatches: a batch ``(B, ...)`` is reshaped to ``(M, B / M, ...)``, and a `scan` runs over M.
 
 After the reshape, the first dimension is sharded, so that each device holds entire microbatches. If the loop
 carries something, such as a sum of gradients, its purpose is to limit the activations on all devices to one
 microbatch at a time. So devices exchange their blocks, after which each holds a shard of every microbatch. A
-loop that carries nothing maps examples, and each device runs over its own (`example_loops`).
+loop that carries nothing maps examples, and each device runs over its own (`example_loops`). `scans` decides
+where a carry, such as a sum of gradients, is reduced.
 """
 
 from __future__ import annotations
