@@ -15,8 +15,8 @@ from scalax._jax.manual_axes import ManualEquations
 from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.batch_dependence import BatchDependence
 from scalax._jaxpr.dim_rules import dim_rule
-from scalax._spmd.batch.replicated_batch_dims import BatchDims
 from scalax._spmd.batch.batch_sources import batch_sources
+from scalax._spmd.batch.replicated_batch_dims import BatchDims
 from scalax._spmd.options import DEFAULT, BatchPartitioning
 from scalax._spmd.placements.auto_shardings import AutoShardings
 from scalax._spmd.placements.collectives import CollectiveWriter

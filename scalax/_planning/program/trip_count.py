@@ -1,8 +1,8 @@
 """Trip counts of loops, found by simulating the integers of the loop state.
 
 The callers turn the condition and the body of a loop, of a jaxpr or an HLO program, into functions of its
-integer state. State that depends on data is unknown. `call_tree` simulates only the loops whose trip count XLA
-has not recorded and that do not count over a simple range.
+integer state. State that depends on data is unknown. `call_tree` simulates only the loops whose trip count
+XLA has not recorded, and that do not count over a simple range.
 """
 
 from __future__ import annotations

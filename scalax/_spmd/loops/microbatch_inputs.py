@@ -1,4 +1,6 @@
-"""The inputs of loops over microbatches: a batch ``(B, ...)`` is reshaped to ``(M, B / M, ...)``, and a `scan` runs over M.
+"""The inputs of loops over microbatches.
+
+A batch ``(B, ...)`` is reshaped to ``(M, B / M, ...)``, and a `scan` runs over M.
 
 After the reshape, the first dimension is sharded, so that each device holds entire microbatches. If the loop
 carries something, such as a sum of gradients, its purpose is to limit the activations on all devices to one
