@@ -146,7 +146,7 @@ def _accumulate(fun: jax.stages.Wrapped, n: int, microbatches: Any, reduce: str,
         total = total / n if reduce == 'mean' else total
         return total if aval.dtype == bool else _as_dtype(total, aval.dtype)
 
-    initial = jax.tree.map(lambda aval: _zeros(aval, dtype), avals)
+    initial = jax.tree.map(lambda aval: _initial_sum(aval, dtype), avals)
     sums, _ = jax.lax.scan(add, initial, (indices, microbatches))
     return jax.tree.map(to_result, sums, avals)
 
@@ -230,7 +230,7 @@ def _as_dtype(value: Any, dtype: Any) -> Any:
     return value if value.dtype == dtype else value.astype(dtype)
 
 
-def _zeros(aval: Any, dtype: Any) -> jax.Array:
+def _initial_sum(aval: Any, dtype: Any) -> jax.Array:
     """Returns the initial sum for results of a type. *dtype* is the user's option, which may be None."""
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         dtype = jnp.promote_types(aval.dtype, jnp.int32) if aval.dtype == bool else aval.dtype

@@ -2,7 +2,7 @@
 
 A leaf of the source may become one layer of a stack in the target, or one layer of a source stack may become
 a leaf. Boxes are then positions in the stack; otherwise they are positions in the source, transposed as in
-the target.
+the target. The memory limit of a move becomes the size of the pieces here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FLOP formulas of matmuls, convolutions and FFTs, for jaxprs and HLO programs."""
+"""The parts of FLOP formulas that the counts of jaxprs and of HLO programs share."""
 
 from __future__ import annotations
 

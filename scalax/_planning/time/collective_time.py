@@ -3,10 +3,10 @@
 V is the bytes of the full (gathered) array of one group, N the number of its devices, w the one-way bandwidth
 of a link, and hop the latency from one chip to the next (https://jax-ml.github.io/scaling-book/sharding).
 
-- all-gather and reduce-scatter: V / (w * ways), where *ways* is 2 for each ring and 1 for each line, and at
-  least hop * (half the length of each ring + the full length of each line). Without a ring, a chip receives
-  only the shards of the other chips: V (N - 1) / N. See the book's problems "AllGather time" and "AllGather
-  latency".
+- all-gather and reduce-scatter: V / (w * ways), where *ways* is the sum over the torus axes of the group, 2
+  for each ring and 1 for each line, and at least hop * (half the length of each ring + the full length of
+  each line). Without a ring, a chip receives only the shards of the other chips: V (N - 1) / N. See the
+  book's problems "AllGather time" and "AllGather latency".
 - all-reduce: twice that.
 - all-to-all: a quarter of V crosses the middle of the longest axis in each direction. On one ring that takes
   a quarter of the time of an all-gather.
