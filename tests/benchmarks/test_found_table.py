@@ -30,7 +30,7 @@ def plan_of(bound, estimate, gib, scheduled=None):
     )
 
 
-def known(models, task):
+def known_results(models, task):
     """The fastest does not fit with the headroom of the search; of the others the least mean counts."""
     if models is MODELS[1]:
         return [Result.of('FSDP', plan_of(0.1, 0.1, 15))]
@@ -51,7 +51,7 @@ def cells(line):
 
 
 def test_lines():
-    head, rule, *rows = found.lines(MODELS, Task('v5e:2x4'), known, search)
+    head, rule, *rows = found.lines(MODELS, Task('v5e:2x4'), known_results, search)
     assert {len(line) for line in (head, rule, *rows)} == {len(head)}
     assert cells(head) == list(found.TITLES)
     assert cells(rows[0]) == [
@@ -114,18 +114,18 @@ def test_models_with_large_updates_have_steps_and_rules(model):
 
 @tpu_compiler.needed
 def test_strategies():
-    one, two = Task('v5e:2x2').strategies, Task('v5e:2x2', slices=2).strategies
-    assert [(each.name, each.mesh) for each in one] == [
+    one_slice, two_slices = Task('v5e:2x2').strategies, Task('v5e:2x2', slices=2).strategies
+    assert [(strategy.name, strategy.mesh) for strategy in one_slice] == [
         ('FSDP', {'fsdp': -1}),
         ('FSDP x TP 2', {'fsdp': -1, 'tp': 2}),
         ('FSDP x TP 4', {'fsdp': -1, 'tp': 4}),
     ]
-    assert [(each.name, each.mesh) for each in two] == [
+    assert [(strategy.name, strategy.mesh) for strategy in two_slices] == [
         ('HSDP, 2 slices', {'data': 2, 'fsdp': -1}),
         ('HSDP, 2 slices x TP 2', {'data': 2, 'fsdp': -1, 'tp': 2}),
         ('HSDP, 2 slices x TP 4', {'data': 2, 'fsdp': -1, 'tp': 4}),
     ]
-    assert two[1].helper('v5e:2x2').mesh.shape == {'data': 2, 'fsdp': 2, 'tp': 2}
+    assert two_slices[1].helper('v5e:2x2').mesh.shape == {'data': 2, 'fsdp': 2, 'tp': 2}
 
 
 def test_a_name_that_nothing_has(monkeypatch):

@@ -18,9 +18,9 @@ def test_where_no_gpu_is(monkeypatch, capsys):
 
 @pytest.mark.parametrize('scheduled', [0.1, None])
 def test_a_line(scheduled):
-    made = on_gpu.line('a step', Measured(3 * 2**30, 4 * 2**30, 0.05, scheduled, 0.08))
+    line = on_gpu.line('a step', Measured(3 * 2**30, 4 * 2**30, 0.05, scheduled, 0.08))
     schedule, off = ('100.', '+25%') if scheduled else ('-', '-')
-    assert made == f'| a step | 3.00 | 4.00 | -25.0% | 50.0 | {schedule} | 80.0 | {off} |'
+    assert line == f'| a step | 3.00 | 4.00 | -25.0% | 50.0 | {schedule} | 80.0 | {off} |'
 
 
 @pytest.mark.medium
@@ -30,15 +30,15 @@ def test_arguments_have_values():
     tokens, key = jax.ShapeDtypeStruct((4, 2000), 'int32'), jax.eval_shape(lambda: jax.random.key(0))
     structs = params, state, tokens, key
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    made = on_gpu.values(structs, jax.tree.map(lambda _: here, structs))
+    args = on_gpu.values(structs, jax.tree.map(lambda _: here, structs))
 
     def types(tree):
-        return jax.tree.map(lambda one: f'{one.dtype}{list(one.shape)}', tree)
+        return jax.tree.map(lambda leaf: f'{leaf.dtype}{list(leaf.shape)}', tree)
 
-    assert types(made) == types(structs)
-    assert np.std(made[0]['w'].astype('float32')) == pytest.approx(0.02 / 2**0.5, rel=0.1)
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(made[1]))
-    assert set(np.unique(made[2])) == set(range(1000))
+    assert types(args) == types(structs)
+    assert np.std(args[0]['w'].astype('float32')) == pytest.approx(0.02 / 2**0.5, rel=0.1)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(args[1]))
+    assert set(np.unique(args[2])) == set(range(1000))
 
 
 def test_all_is_on_the_page():

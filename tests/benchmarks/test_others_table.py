@@ -53,11 +53,13 @@ def test_a_step_that_is_not_partitioned_shows_nothing():
 
 
 def test_what_differs_is_compared_with_the_largest_value_of_an_array():
-    wanted = {'a': jnp.array([1.0, 100.0]), 'zero': jnp.array([0.0, 1e-9])}
-    assert values.largest_difference(wanted, wanted) == 0
-    assert values.largest_difference({**wanted, 'a': jnp.array([2.0, 100.0])}, wanted) == pytest.approx(0.01)
-    assert values.largest_difference({**wanted, 'zero': jnp.array([1e-9, 0.0])}, wanted) < 1e-7
-    assert values.largest_difference({**wanted, 'zero': jnp.array([1.0, 0.0])}, wanted) > 1
+    expected = {'a': jnp.array([1.0, 100.0]), 'zero': jnp.array([0.0, 1e-9])}
+    assert values.largest_difference(expected, expected) == 0
+    assert values.largest_difference({**expected, 'a': jnp.array([2.0, 100.0])}, expected) == pytest.approx(
+        0.01
+    )
+    assert values.largest_difference({**expected, 'zero': jnp.array([1e-9, 0.0])}, expected) < 1e-7
+    assert values.largest_difference({**expected, 'zero': jnp.array([1.0, 0.0])}, expected) > 1
 
 
 def test_without_the_libraries(monkeypatch):
@@ -65,5 +67,5 @@ def test_without_the_libraries(monkeypatch):
         raise ModuleNotFoundError("No module named 'transformers'")
 
     monkeypatch.setattr(others, 'models', missing)
-    said = ended(monkeypatch, '--only', 'others')
-    assert said.startswith('No module named \'transformers\'\n`make bench ARGS="--only others"` installs')
+    message = ended(monkeypatch, '--only', 'others')
+    assert message.startswith('No module named \'transformers\'\n`make bench ARGS="--only others"` installs')

@@ -67,13 +67,13 @@ def test_lines() -> None:
         names[0]: Judged(PUBLISHED[names[0]], 2.0, 2.5, 3.0),
         names[1]: Judged(PUBLISHED[names[1]], 0.5, 0.85, None),
     }
-    found = list(table.lines(judged))
-    assert found[2:4] == [
+    lines = list(table.lines(judged))
+    assert lines[2:4] == [
         f'| {names[0]} | 2.00 | 3.00 | 3.36 | 2.50 |',
         f'| {names[1]} | 0.500 | - | 1.30 | 0.850 |',
     ]
-    assert found[4] == '\nmedian error of 1 schedules: 11%'
-    assert found[7:] == ['| KempnerForge, Llama 3 7B, 4 H200 | FSDP | TP 4 | 1.55 | 1.20 | - |']
+    assert lines[4] == '\nmedian error of 1 schedules: 11%'
+    assert lines[7:] == ['| KempnerForge, Llama 3 7B, 4 H200 | FSDP | TP 4 | 1.55 | 1.20 | - |']
 
 
 def planned(name: str) -> Judged:

@@ -71,7 +71,9 @@ def test_by_hand_equals_one_device(
     expected, expected_losses = on_one_device
     np.testing.assert_allclose(losses, expected_losses, rtol=0, atol=1e-5)
     jax.tree.map(
-        lambda found, wanted: np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5),
+        lambda actual_leaf, expected_leaf: np.testing.assert_allclose(
+            actual_leaf, expected_leaf, rtol=0, atol=1e-5
+        ),
         jax.device_get(state[0]),
         jax.device_get(pipeline.stacked(expected)),
     )

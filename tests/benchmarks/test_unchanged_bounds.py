@@ -40,8 +40,8 @@ TWELVE = (
 
 
 def figures(name: str, variant: str) -> dict[str, float]:
-    found = measure.figures(measure.plan(MODELS[name], FSDP, TOPOLOGY, variant))
-    return {kind: found[kind] for kind in FIGURES}
+    measured = measure.figures(measure.plan(MODELS[name], FSDP, TOPOLOGY, variant))
+    return {kind: measured[kind] for kind in FIGURES}
 
 
 def by_hand(name: str) -> dict[str, float]:

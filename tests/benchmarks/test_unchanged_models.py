@@ -35,10 +35,10 @@ def arguments(model: Model) -> tuple[Any, Any, jax.Array]:
 def on_one_device(model: Model, args: tuple[Any, Any, jax.Array]) -> Any:
     """The loss and its gradients."""
     plain = jax.value_and_grad(model.loss, has_aux=model.has_aux)
-    found = jax.tree.map(np.asarray, jax.jit(plain, compiler_options=QUICKLY)(*args))
-    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(found))
-    assert max(np.max(np.abs(x)) for x in jax.tree.leaves(found[1])) > 1e-3
-    return found
+    result = jax.tree.map(np.asarray, jax.jit(plain, compiler_options=QUICKLY)(*args))
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(result))
+    assert max(np.max(np.abs(x)) for x in jax.tree.leaves(result[1])) > 1e-3
+    return result
 
 
 def placed(model: Model, strategy: Strategy) -> tuple[MeshShardingHelper, ShardingRule]:
@@ -103,10 +103,10 @@ def ten_losses(model: Model, strategy: Strategy | None, args: tuple[Any, Any, ja
     return losses
 
 
-def assert_equal(found: Any, wanted: Any) -> None:
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        scale = max(0.1, np.max(np.abs(other)))
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * scale)
+def assert_equal(actual: Any, expected: Any) -> None:
+    for actual_leaf, expected_leaf in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        scale = max(0.1, np.max(np.abs(expected_leaf)))
+        np.testing.assert_allclose(actual_leaf, expected_leaf, rtol=1e-4, atol=1e-5 * scale)
 
 
 @pytest.mark.medium
@@ -131,18 +131,19 @@ def test_partitioned_is_one_device(name: str) -> None:
 @pytest.mark.parametrize('name', MODELS)
 def test_every_strategy_is_one_device(name: str, by_hand: bool) -> None:
     args = arguments(MODELS[name])
-    wanted = on_one_device(MODELS[name], args)
+    expected = on_one_device(MODELS[name], args)
     for strategy in (FSDP, FSDP_TP):
-        assert_equal(compiled(MODELS[name], strategy, by_hand)(*args), wanted)
+        assert_equal(compiled(MODELS[name], strategy, by_hand)(*args), expected)
 
 
 def assert_ten_steps(name: str, *strategies: Strategy) -> None:
     args = arguments(MODELS[name])
-    wanted = ten_losses(MODELS[name], None, args)
-    assert np.all(np.isfinite(wanted))
-    assert max(wanted) - min(wanted) > 1e-3 * abs(wanted[0])  # a model that learns nothing shows nothing
+    expected_losses = ten_losses(MODELS[name], None, args)
+    assert np.all(np.isfinite(expected_losses))
+    # A model that learns nothing shows nothing.
+    assert max(expected_losses) - min(expected_losses) > 1e-3 * abs(expected_losses[0])
     for strategy in strategies:
-        np.testing.assert_allclose(ten_losses(MODELS[name], strategy, args), wanted, rtol=1e-4)
+        np.testing.assert_allclose(ten_losses(MODELS[name], strategy, args), expected_losses, rtol=1e-4)
 
 
 @pytest.mark.slow

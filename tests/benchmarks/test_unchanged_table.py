@@ -103,16 +103,16 @@ def test_without_the_gpu_compiler(monkeypatch):
 def test_a_cell_of_gpus():
     """Seconds are those of the compiler's schedule; HSDP replicates between hosts."""
     *_, over_hosts = strategies('h100:2x4')
-    assert [(each.name, dict(each.mesh)) for each in strategies('h100:8')] == [
+    assert [(strategy.name, dict(strategy.mesh)) for strategy in strategies('h100:8')] == [
         ('FSDP', {'fsdp': -1}),
         ('FSDP x TP', {'fsdp': -1, 'tp': 4}),
     ]
     assert (over_hosts.name, dict(over_hosts.mesh)) == ('HSDP, 2 hosts', {'data': 2, 'fsdp': -1})
     model = actor_critic.models('large')[0]
-    found = measure.plan(model, over_hosts, 'h100:2x4', 'partitioned')
-    its = table.measure(model, over_hosts, 'h100:2x4', 'partitioned')
-    assert its['seconds'] == found.schedule.seconds > its['bound']
-    assert any(row.networks == ('dcn',) for row in found.collectives)
+    plan = measure.plan(model, over_hosts, 'h100:2x4', 'partitioned')
+    cell = table.measure(model, over_hosts, 'h100:2x4', 'partitioned')
+    assert cell['seconds'] == plan.schedule.seconds > cell['bound']
+    assert any(row.networks == ('dcn',) for row in plan.collectives)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ def sine(x, y, scale):
 
 def partition(scale, mesh, operands, results):
     operand = NamedSharding(mesh, P(*operands[0].sharding.spec[:1]))
-    shardings = {name: each.sharding for name, each in results.items()}
+    shardings = {name: result.sharding for name, result in results.items()}
     return mesh, lambda x, y: sine(x, y, scale), shardings, (operand,) * 2
 
 

@@ -17,8 +17,8 @@ def test_platforms_that_are_not_here() -> None:
     with contract(
         'raises a RuntimeError about platforms that it does not have', 'to say which devices it needs'
     ):
-        found, said = of.devices_of('tpu')
-        assert not found and 'tpu' in said
+        devices, message = of.devices_of('tpu')
+        assert not devices and 'tpu' in message
         assert of.devices_of('cpu') == (jax.devices(), '')
 
 
@@ -46,16 +46,18 @@ def test_tpu_devices_have_places(slices: Any) -> None:
 @gpu_compiler.needed
 def test_gpus_have_domains() -> None:
     with contract('says of GPUs in which NVLink domain they are, first of their coords', 'to lay meshes out'):
-        found = [(of.slice_of(each), of.coords_of(each)) for each in topology_devices('gb200:2x3x4', 1)]
-        assert found == [(i // 12, ()) for i in range(24)]
+        domains = [
+            (of.slice_of(device), of.coords_of(device)) for device in topology_devices('gb200:2x3x4', 1)
+        ]
+        assert domains == [(i // 12, ()) for i in range(24)]
 
 
 def test_devices_that_fill_no_box_are_used_in_their_order(slices: Any) -> None:
-    one = [device for device in slices if of.slice_of(device) == 0]
+    first_slice = [device for device in slices if of.slice_of(device) == 0]
     square = topology_devices('v5e:4x4', 1)
     with contract('asserts that devices fill a box, and refuses parts of axes', 'to lay meshes out'):
-        assert {*of.mesh_order((2, 4), one, False).flat} == {*one}
-        assert of.mesh_order((3,), one[:3], False).tolist() == one[:3]
+        assert {*of.mesh_order((2, 4), first_slice, False).flat} == {*first_slice}
+        assert of.mesh_order((3,), first_slice[:3], False).tolist() == first_slice[:3]
         with pytest.raises(NotImplementedError):
             of.mesh_order((8, 2), square, False)
         assert of.mesh_order((8, 2), square, True).shape == (8, 2)

@@ -129,7 +129,7 @@ CASES: dict[tuple[Any, str], tuple[tuple[Any, ...], Any]] = {
     (lambda eqn: of.count_shard_map_devices(eqn), 'shard_map'): ((mapped(manual={'b'}), X), 4),
     (lambda eqn: of.shard_map_jaxpr(eqn)[1].manual_axes, 'shard_map'): ((mapped(manual={'b'}), X), ('b',)),
     (
-        lambda eqn: [each.primitive.name for each in of.open_jaxpr(of.shard_map_jaxpr(eqn)[0]).eqns],
+        lambda eqn: [inner.primitive.name for inner in of.open_jaxpr(of.shard_map_jaxpr(eqn)[0]).eqns],
         'shard_map',
     ): (
         (mapped(manual={'a'}), X),
@@ -184,25 +184,29 @@ def test_parameters(case: tuple[Any, str]) -> None:
     accessor, primitive = case
     traced, expected = CASES[case]
     with contract(f'keeps what an equation of {primitive} does where it was', 'to follow dimensions'):
-        found = accessor(equation_in(primitive, *traced))
-        found = tuple(found) if isinstance(expected, tuple) and not isinstance(expected, P) else found
-        assert found == expected, f'{found} and not {expected}'
+        actual = accessor(equation_in(primitive, *traced))
+        actual = tuple(actual) if isinstance(expected, tuple) and not isinstance(expected, P) else actual
+        assert actual == expected, f'{actual} and not {expected}'
 
 
 @pytest.mark.parametrize('name', ['stack', 'unstack'])
 def test_parameters_of_primitives_that_not_every_version_has(name: str) -> None:
     fun = {'stack': lambda x: jnp.stack([x, x], 1), 'unstack': lambda x: jnp.unstack(x, axis=1)}[name]
-    found = [each for each in of.all_equations(jax.make_jaxpr(fun)(X)) if each.primitive.name == name]
+    equations = [
+        equation for equation in of.all_equations(jax.make_jaxpr(fun)(X)) if equation.primitive.name == name
+    ]
     with contract(f'says with which dimension {name} works', 'to follow rows through it'):
-        assert [of.dim_of(each) for each in found] in ([], [1])
+        assert [of.dim_of(equation) for equation in equations] in ([], [1])
 
 
 def test_a_reshape_that_reads_its_operand_in_another_order() -> None:
     with contract('says of lax.reshape whether it has *dimensions*', 'to follow no rows through such a one'):
         jaxpr = jax.make_jaxpr(lambda x: lax.reshape(x, (24,), dimensions=(2, 0, 1)))(X)
-        names = [each.primitive.name for each in of.all_equations(jaxpr)]
+        names = [equation.primitive.name for equation in of.all_equations(jaxpr)]
         reordered = [
-            of.permutes_elements(each) for each in of.all_equations(jaxpr) if each.primitive.name == 'reshape'
+            of.permutes_elements(equation)
+            for equation in of.all_equations(jaxpr)
+            if equation.primitive.name == 'reshape'
         ]
         assert reordered == [True] or 'transpose' in names
 
@@ -253,10 +257,10 @@ def test_what_runs_a_jaxpr_once() -> None:
 
     with contract('has the jaxpr of a solver among those of custom_linear_solve', 'to count its operations'):
         inner = of.run_once_jaxpr(equation_in('custom_linear_solve', solve, X))
-        assert 'tanh' in [each.primitive.name for each in of.all_equations(inner)]
+        assert 'tanh' in [equation.primitive.name for equation in of.all_equations(inner)]
     with contract('has the jaxpr of shard_map among its parameters', 'to count its operations'):
         inner = of.run_once_jaxpr(equation_in('shard_map', mapped(manual={'a', 'b'}), X))
-        assert [each.primitive.name for each in inner.eqns] == ['sin']
+        assert [equation.primitive.name for equation in inner.eqns] == ['sin']
 
 
 def test_the_solver_of_a_linear_solve_takes_its_constants_and_right_hand_sides() -> None:
@@ -268,10 +272,10 @@ def test_the_solver_of_a_linear_solve_takes_its_constants_and_right_hand_sides()
     with contract('orders the operands of linear solves by their functions', 'to call the solver alone'):
         equation = equation_in('custom_linear_solve', solve, X, 2 * X, 3 * X, 4 * X)
         jaxpr, operands = of.linear_solve_call(equation)
-        places = [next(i for i, x in enumerate(equation.invars) if x is each) for each in operands]
-        assert places == [len(equation.invars) - 3, len(equation.invars) - 1]
-        [found] = eval_jaxpr(jaxpr, [2 * X, 4 * X])
-        np.testing.assert_array_equal(found, 2 * X)
+        positions = [next(i for i, x in enumerate(equation.invars) if x is operand) for operand in operands]
+        assert positions == [len(equation.invars) - 3, len(equation.invars) - 1]
+        [result] = eval_jaxpr(jaxpr, [2 * X, 4 * X])
+        np.testing.assert_array_equal(result, 2 * X)
 
 
 def test_the_call_of_a_function_with_its_own_vmap_takes_all_operands() -> None:
@@ -294,8 +298,8 @@ def test_primitives_of_hijax_are_expanded() -> None:
             if equation.primitive.name == 'call_hi_primitive':
                 function = of.expansion(equation)
                 assert function is not None
-                [found] = function(table, X)
-                np.testing.assert_array_equal(found, jnp.searchsorted(table, X))
+                [result] = function(table, X)
+                np.testing.assert_array_equal(result, jnp.searchsorted(table, X))
         assert of.expansion(equation_in('sin', jnp.sin, X)) is None
 
 
@@ -331,7 +335,7 @@ def test_whiles_have_constants_of_the_test_then_of_the_body_then_state() -> None
         loop = of.loop_of(equation)
         assert loop[2:] == (1, 1, 1, None)
         assert loop.split([*map(of.shape_of, equation.invars)]) == ([(3, 4)], [(3, 4)], [])
-        counts = [len(of.open_jaxpr(each).invars) for each in (loop.cond, loop.body)]
+        counts = [len(of.open_jaxpr(closed).invars) for closed in (loop.cond, loop.body)]
         assert counts == [loop.num_cond_consts + loop.num_carry, loop.num_consts + loop.num_carry]
 
 
@@ -339,23 +343,25 @@ def test_branches_take_all_operands_but_the_first() -> None:
     with contract('has the branches of a cond in its parameters', 'to follow the batch into each'):
         equation = equation_in('cond', lambda i, x: lax.cond(i, jnp.sin, jnp.cos, x), True, X)
         inner = [of.open_jaxpr(branch) for branch in of.branches(equation)]
-        assert [each.eqns[0].primitive.name for each in inner] == ['cos', 'sin']
-        assert [len(each.invars) for each in inner] == [len(equation.invars) - 1] * 2
+        assert [branch_jaxpr.eqns[0].primitive.name for branch_jaxpr in inner] == ['cos', 'sin']
+        assert [len(branch_jaxpr.invars) for branch_jaxpr in inner] == [len(equation.invars) - 1] * 2
 
 
 def test_jaxprs_are_found_in_parameters() -> None:
     with contract('has jaxprs in parameters as ClosedJaxpr or Jaxpr', 'to see all that a function does'):
         jaxpr = jax.make_jaxpr(jax.jit(lambda x: lax.cond(True, jax.jit(jnp.sin), jnp.cos, x)))(X)
-        assert {'sin', 'cos'} <= {each.primitive.name for each in of.all_equations(jaxpr)}
+        assert {'sin', 'cos'} <= {equation.primitive.name for equation in of.all_equations(jaxpr)}
         [outer] = of.open_jaxpr(jaxpr).eqns
         assert [*of.inner_jaxprs(outer)] == [*map(of.open_jaxpr, filter(of.is_jaxpr, of.param_values(outer)))]
 
 
 def test_jaxprs_and_equations_are_equal_to_themselves_alone() -> None:
     with contract('compares jaxprs and equations by identity', 'to keep what it knows of each'):
-        one, other = (jax.make_jaxpr(jax.jit(jnp.sin))(X) for _ in range(2))
+        first, second = (jax.make_jaxpr(jax.jit(jnp.sin))(X) for _ in range(2))
         parts = [
-            part for each in (one, other) for part in (each, of.open_jaxpr(each), *of.open_jaxpr(each).eqns)
+            part
+            for jaxpr in (first, second)
+            for part in (jaxpr, of.open_jaxpr(jaxpr), *of.open_jaxpr(jaxpr).eqns)
         ]
         assert len({*parts}) == len({*map(id, parts)})
 
@@ -384,7 +390,7 @@ def test_transformations_are_in_the_name_stack() -> None:
     with contract(
         'writes jvp, transpose and rematted_computation into name stacks', 'to tell parts of a step'
     ):
-        stacks = {of.name_stack(each) for each in of.all_equations(jax.make_jaxpr(jax.grad(loss))(X))}
+        stacks = {of.name_stack(equation) for equation in of.all_equations(jax.make_jaxpr(jax.grad(loss))(X))}
         text = ' '.join(stacks)
         assert 'jvp(layer)' in text and 'transpose(jvp(layer))' in text and 'rematted_computation' in text
 
@@ -417,7 +423,7 @@ def test_what_is_drawn_under_vmap(generator: str, same: bool) -> None:
         )
 
     data = jax.random.key_data(jax.random.split(jax.random.key(0, impl=generator), 3))
-    one_by_one = np.stack([fun(each) for each in data])
+    one_by_one = np.stack([fun(key_data) for key_data in data])
     with contract('draws the same of many keys with some generators', 'to run rounds of a loop at once'):
         assert np.array_equal(jax.vmap(fun)(data), one_by_one) == same
         assert of.draws_same_under_vmap(jax.make_jaxpr(fun)(data[0])) == same
@@ -429,7 +435,11 @@ def test_which_equation_makes_a_value_and_what_is_inside() -> None:
 
     jaxpr = of.open_jaxpr(jax.make_jaxpr(fun)(X))
     with contract('has the equations of a call inside it', 'to read those of a whole function'):
-        assert [each.primitive.name for each in of.with_inner_equations(jaxpr.eqns)] == ['jit', 'sin', 'add']
+        assert [equation.primitive.name for equation in of.with_inner_equations(jaxpr.eqns)] == [
+            'jit',
+            'sin',
+            'add',
+        ]
     with contract('uses one variable where a value is made and where it is taken', 'to find what makes it'):
         [result] = jaxpr.outvars
         added = of.producers_of(jaxpr)[id(result)]

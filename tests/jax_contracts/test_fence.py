@@ -193,14 +193,14 @@ TESTS = '\n'.join(
 def asked(path: Path) -> dict[str, str]:
     """The functions of a file, also those that are assigned, with their docstrings."""
     body = ast.parse(path.read_text(encoding='utf-8')).body
-    found = {}
+    docstrings = {}
     for node, after in itertools.pairwise([*body, None]):
         if isinstance(node, ast.FunctionDef):
-            found[node.name] = ast.get_docstring(node) or ''
+            docstrings[node.name] = ast.get_docstring(node) or ''
         elif isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            found[ast.unparse(target)] = ast.unparse(after)
-    return {name: text for name, text in found.items() if not name.startswith('_') and name.islower()}
+            docstrings[ast.unparse(target)] = ast.unparse(after)
+    return {name: text for name, text in docstrings.items() if not name.startswith('_') and name.islower()}
 
 
 @pytest.mark.parametrize('path', ROOM, ids=lambda path: path.stem)

@@ -41,10 +41,10 @@ def in_place(x_ref: Any, out_ref: Any) -> None:
     out_ref[...] = x_ref[...]
 
 
-def kernel(body: Any = double, *, given: Any = ROWS, taken: Any = ROWS, **options: Any) -> Any:
+def kernel(body: Any = double, *, in_spec: Any = ROWS, out_spec: Any = ROWS, **options: Any) -> Any:
     options = {'grid': (4,), **options}
     return pl.pallas_call(
-        body, jax.ShapeDtypeStruct(X.shape, X.dtype), in_specs=[given], out_specs=taken, **options
+        body, jax.ShapeDtypeStruct(X.shape, X.dtype), in_specs=[in_spec], out_specs=out_spec, **options
     )
 
 
@@ -58,13 +58,15 @@ def test_the_grid_and_the_blocks() -> None:
         assert kernels.grid(equation) == (4,)
         assert [kernels.array_shape(block) for block in kernels.block_mappings_of(equation)] == [(16, 4)] * 2
         assert [kernels.grid_dims(block) for block in kernels.block_mappings_of(equation)] == [{0: 0}, {0: 0}]
-        assert kernels.grid_dims(kernels.block_mappings_of(equation_of(doubled_rows, given=WHOLE))[0]) == {}
+        assert kernels.grid_dims(kernels.block_mappings_of(equation_of(doubled_rows, in_spec=WHOLE))[0]) == {}
 
 
 def test_prefetched_scalars_come_first() -> None:
-    given = pl.BlockSpec((4, 4), lambda i, order: (order[i], 0))
-    taken = pl.BlockSpec((4, 4), lambda i, order: (i, 0))
-    spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(4,), in_specs=[given], out_specs=taken)
+    in_spec = pl.BlockSpec((4, 4), lambda i, order: (order[i], 0))
+    out_spec = pl.BlockSpec((4, 4), lambda i, order: (i, 0))
+    spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1, grid=(4,), in_specs=[in_spec], out_specs=out_spec
+    )
     fun = pl.pallas_call(
         lambda order, *refs: double(*refs), jax.ShapeDtypeStruct(X.shape, X.dtype), grid_spec=spec
     )
@@ -80,7 +82,7 @@ def test_prefetched_scalars_come_first() -> None:
 
 def test_the_jaxpr_of_a_step() -> None:
     with contract('has the jaxpr of a step of a kernel', 'to count its operations'):
-        names = [each.primitive.name for each in kernels.kernel_jaxpr(equation_of()).eqns]
+        names = [equation.primitive.name for equation in kernels.kernel_jaxpr(equation_of()).eqns]
         assert 'mul' in names
 
 
@@ -93,7 +95,7 @@ def test_whether_it_is_interpreted(interpret: bool) -> None:
 STEPS = {
     # what a kernel does: how it is made, whether its steps may be dealt to devices
     'each step has a block': ({}, True),
-    'all steps have one result': ({'given': WHOLE, 'taken': WHOLE}, False),
+    'all steps have one result': ({'in_spec': WHOLE, 'out_spec': WHOLE}, False),
     'a step asks for its number': ({'body': numbered}, False),
 }
 
@@ -117,8 +119,8 @@ def test_scratch_memory() -> None:
     with contract('has the scratch memory of a kernel, and which dimensions are parallel', PURPOSE):
         scratch: Any = {'scratch_shapes': [pltpu.VMEM((4, 4), jnp.float32)]}
         assert not kernels.can_split_grid(equation_of(adding, **scratch), 0, 2)
-        said = pltpu.CompilerParams(dimension_semantics=('parallel',))
-        assert kernels.can_split_grid(equation_of(adding, **scratch, compiler_params=said), 0, 2)
+        compiler_params = pltpu.CompilerParams(dimension_semantics=('parallel',))
+        assert kernels.can_split_grid(equation_of(adding, **scratch, compiler_params=compiler_params), 0, 2)
 
 
 def test_dimensions_that_vmap_adds_are_apart() -> None:
@@ -133,7 +135,7 @@ def test_operands_that_results_take_the_place_of() -> None:
     with contract('has input_output_aliases among the parameters of a kernel', PURPOSE):
         assert kernels.can_split_grid(equation_of(input_output_aliases={0: 0}), 0, 2)
         assert not kernels.can_split_grid(
-            equation_of(doubled_rows, input_output_aliases={0: 0}, given=WHOLE), 0, 2
+            equation_of(doubled_rows, input_output_aliases={0: 0}, in_spec=WHOLE), 0, 2
         )
 
 
@@ -165,8 +167,8 @@ def test_the_jaxprs_of_an_interpreted_kernel() -> None:
 
         changed = kernels.interpreted_params(equation, {'interpret': True}, change)
         assert {*changed} == {'interpret', 'jaxpr', 'grid_mapping'} and len(seen) == 3
-        found = equation.replace(params={**equation.params, **changed})
-        assert kernels.grid(found) == kernels.grid(equation)
+        rebuilt = equation.replace(params={**equation.params, **changed})
+        assert kernels.grid(rebuilt) == kernels.grid(equation)
 
 
 @pytest.mark.skipif(not has_cudnn(), reason='JAX traces attention of cuDNN where that is')

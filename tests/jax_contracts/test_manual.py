@@ -63,12 +63,12 @@ def test_parameters_of_collectives_do_not_depend_on_shapes(function, shape, afte
         code, like = ManualEquations(MESH), traced(jnp.sin, jnp.ones(3)).eqns[0]
         operand = code.var(like.invars[0], shape)
         result = code.var(like.invars[0], after)
-        found = code.collective(function, object(), like, operand, result)
+        actual = code.collective(function, object(), like, operand, result)
         expected = code.equation(function, object(), like, [operand])
-    assert found.primitive is expected.primitive
-    assert found.params == expected.params
-    assert found.outvars[0].aval.shape == expected.outvars[0].aval.shape
-    assert found.source_info is like.source_info
+    assert actual.primitive is expected.primitive
+    assert actual.params == expected.params
+    assert actual.outvars[0].aval.shape == expected.outvars[0].aval.shape
+    assert actual.source_info is like.source_info
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'int8', 'bool'])
@@ -84,19 +84,19 @@ def test_parameters_of_collectives_do_not_depend_on_dtypes_or_ranks(dtype):
         templates = code.collective_templates(functions, 4, object())
         expected = [code.equation(function, object(), like, [operand]) for function in functions]
     for template, equation in zip(templates, expected, strict=True):
-        found = code.from_template(template, like, operand, equation.outvars[0])
-        assert found.primitive is equation.primitive
-        assert found.params == equation.params
-        assert found.source_info is like.source_info
+        actual = code.from_template(template, like, operand, equation.outvars[0])
+        assert actual.primitive is equation.primitive
+        assert actual.params == equation.params
+        assert actual.source_info is like.source_info
 
 
 def test_barriers_have_no_parameters():
     with jax.sharding.use_abstract_mesh(MESH):
         code, like = ManualEquations(MESH), traced(jnp.sin, jnp.ones((3, 4), 'bfloat16')).eqns[0]
-        found = code.barrier(like, like.invars[0])
+        actual = code.barrier(like, like.invars[0])
         expected = code.equation(lax.optimization_barrier, object(), like, like.invars)
-    assert (found.primitive, found.params) == (expected.primitive, expected.params) and not found.params
-    assert found.outvars[0].aval == expected.outvars[0].aval
+    assert (actual.primitive, actual.params) == (expected.primitive, expected.params) and not actual.params
+    assert actual.outvars[0].aval == expected.outvars[0].aval
 
 
 def test_other_axes_stay_auto():
@@ -109,7 +109,7 @@ def test_other_axes_stay_auto():
     with jax.sharding.use_abstract_mesh(mesh):
         code, like = ManualEquations(mesh, ['tp']), traced(jnp.sin, jnp.ones(3)).eqns[0]
         operand = code.var(like.invars[0], (3, 6))
-        found = code.constraint(PartitionSpec(None, 'tp'), like, operand)
+        actual = code.constraint(PartitionSpec(None, 'tp'), like, operand)
         mapped = jax.shard_map(
             lambda x: jnp.sin(constrain(x)),
             in_specs=PartitionSpec('fsdp'),
@@ -118,8 +118,8 @@ def test_other_axes_stay_auto():
             check_vma=False,
         )
         expected, sine = open_jaxpr(traced(mapped, jnp.ones((12, 6))).eqns[0].params['jaxpr']).eqns
-    assert found.params == expected.params
-    assert found.outvars[0].aval == expected.outvars[0].aval
+    assert actual.params == expected.params
+    assert actual.outvars[0].aval == expected.outvars[0].aval
     assert code.localize(like, [operand], [operand]).ctx == sine.ctx
 
 
@@ -148,8 +148,8 @@ def test_scans_with_one_constant_more(constants, carried, elements, results):
     eqns = [changed if eqn is equation else eqn for eqn in jaxpr.eqns]
     new = replace_jaxpr(jaxpr, invars=[outer, *jaxpr.jaxpr.invars], eqns=eqns)
     flat = jax.tree.leaves(values)
-    for mine, other in zip(eval_jaxpr(new, [0.0, *flat]), jax.tree.leaves(loop(*values)), strict=True):
-        np.testing.assert_allclose(mine, other)
+    for actual, expected in zip(eval_jaxpr(new, [0.0, *flat]), jax.tree.leaves(loop(*values)), strict=True):
+        np.testing.assert_allclose(actual, expected)
 
 
 def test_calls_of_functions_that_are_traced():
@@ -219,10 +219,10 @@ def test_callbacks_have_effects_and_may_be_ordered(ordered):
         io_callback(print, None, x, ordered=ordered)
 
     names = {'debug_print', 'debug_callback', 'io_callback'}
-    found = [each for each in traced(call, jnp.ones(())).eqns if each.primitive.name in names]
-    assert len(found) == 3
-    assert all(map(has_effects, found))
-    assert [*map(is_ordered, found)] == [ordered] * 3
+    callbacks = [equation for equation in traced(call, jnp.ones(())).eqns if equation.primitive.name in names]
+    assert len(callbacks) == 3
+    assert all(map(has_effects, callbacks))
+    assert [*map(is_ordered, callbacks)] == [ordered] * 3
 
 
 def test_callbacks_for_blocks_say_so():
@@ -246,7 +246,7 @@ def test_arrays_that_change_in_place_have_types_of_their_own():
         return jax.ref.freeze(ref) + x
 
     *refs, add = traced(change, jnp.ones(3)).eqns
-    assert [takes_refs(each) for each in refs if has_effects(each)] == [True] * 3
+    assert [takes_refs(equation) for equation in refs if has_effects(equation)] == [True] * 3
     assert not takes_refs(add)
 
 
@@ -307,14 +307,21 @@ def test_parameters_of_blocks(function, local, expected):
 
 def test_equations_of_backward_passes_are_told():
     eqns = traced(jax.grad(lambda x: jnp.sin(x).sum()), jnp.ones(3)).eqns
-    assert [is_backward(each) for each in eqns if each.primitive.name in ('cos', 'mul')] == [False, True]
+    assert [is_backward(equation) for equation in eqns if equation.primitive.name in ('cos', 'mul')] == [
+        False,
+        True,
+    ]
 
 
 def test_jaxprs_in_named_tuples_are_replaced():
     def solve(b):
         return lax.custom_linear_solve(lambda x: 2 * x, b, lambda _, b: b / 2, symmetric=True)
 
-    [equation] = [each for each in traced(solve, 1.0).eqns if each.primitive.name == 'custom_linear_solve']
+    [equation] = [
+        candidate
+        for candidate in traced(solve, 1.0).eqns
+        if candidate.primitive.name == 'custom_linear_solve'
+    ]
     seen = []
     assert params_with_jaxprs(equation, lambda jaxpr: seen.append(jaxpr) or jaxpr) is not None
     assert seen
@@ -337,8 +344,8 @@ def test_bits_depend_on_their_indices(dtype, shape):
     every, local = jax.random.bits(key, shape, dtype), (shape[0] // 2, *shape[1:])
     for block in range(2):
         starts = [block * local[0], *[0] * (len(shape) - 1)]
-        found = bits_at(key, shape, local, starts, jnp.dtype(dtype))
-        np.testing.assert_array_equal(found, np.split(every, 2)[block])
+        actual = bits_at(key, shape, local, starts, jnp.dtype(dtype))
+        np.testing.assert_array_equal(actual, np.split(every, 2)[block])
 
 
 def test_whose_bits_depend_on_their_indices():
@@ -348,7 +355,7 @@ def test_whose_bits_depend_on_their_indices():
         eqns = [*open_jaxpr(jaxpr).eqns]
         while eqns[-1].primitive.name == 'jit':
             eqns = [*open_jaxpr(eqns[-1].params['jaxpr']).eqns]
-        return [depends_on_indices(each) for each in eqns if each.primitive.name == 'random_bits']
+        return [depends_on_indices(equation) for equation in eqns if equation.primitive.name == 'random_bits']
 
     assert of('threefry2x32', (4,)) == [True]
     assert of('rbg', (4,)) == [False]
@@ -363,17 +370,21 @@ def test_another_mesh_may_be_in_force_when_callbacks_are_tried():
 
 
 def test_callbacks_run_in_nested_shard_maps_if_they_are_lowered_there():
-    mesh, whole, calls = jax.make_mesh((2, 4), ('a', 'b')), PartitionSpec(), []
+    mesh, replicated, calls = jax.make_mesh((2, 4), ('a', 'b')), PartitionSpec(), []
 
     def call(x):
         jax.debug.callback(calls.append, x)
         return x
 
     def nest(x):
-        return jax.shard_map(call, in_specs=whole, out_specs=whole, axis_names={'b'}, check_vma=False)(x)
+        return jax.shard_map(
+            call, in_specs=replicated, out_specs=replicated, axis_names={'b'}, check_vma=False
+        )(x)
 
     outer = jax.jit(
-        jax.shard_map(nest, mesh=mesh, in_specs=whole, out_specs=whole, axis_names={'a'}, check_vma=False)
+        jax.shard_map(
+            nest, mesh=mesh, in_specs=replicated, out_specs=replicated, axis_names={'a'}, check_vma=False
+        )
     )
     if callbacks_nest():
         outer(np.float32(3)).block_until_ready()

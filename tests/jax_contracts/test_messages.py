@@ -108,15 +108,15 @@ def test_a_kernel_cannot_be_partitioned(tpu: Mesh) -> None:
 
 def test_a_compiler_knows_no_custom_partitioning(tpu: Mesh) -> None:
     @custom_partitioning
-    def own(x):
+    def partitioned(x):
         return x + 1
 
-    own.def_partition(
+    partitioned.def_partition(
         lambda mesh, args, result: (mesh, lambda x: x + 1, args[0].sharding, (args[0].sharding,)),
         sharding_rule='i -> i',
     )
     x = jax.ShapeDtypeStruct((16,), 'float32', sharding=NamedSharding(tpu, P('x')))
-    lowered = jax.jit(own).lower(x)
+    lowered = jax.jit(partitioned).lower(x)
     with contract('names CustomSPMDPartitioning where a compiler does not know it', 'to say what helps'):
         with pytest.raises(jax.errors.JaxRuntimeError) as caught:
             lowered.compile()

@@ -34,10 +34,10 @@ def test_where_steps_are_committed_by_a_file() -> None:
     kinds = ocp.path.atomicity
     for path in ('gs://bucket/run', '/run', 's3://bucket/run', 'relative'):
         kind = ocp.path.atomicity_defaults.get_default_temporary_path_class(epath.Path(path))
-        wanted = kinds.AtomicRenameTemporaryPath
+        expected = kinds.AtomicRenameTemporaryPath
         if not known_of_orbax.commits_by_rename(epath.Path(path)):
-            wanted = kinds.CommitFileTemporaryPath
-        assert kind is wanted, f'Orbax commits steps below {path} in another way: {kind.__name__}'
+            expected = kinds.CommitFileTemporaryPath
+        assert kind is expected, f'Orbax commits steps below {path} in another way: {kind.__name__}'
     assert kinds.COMMIT_SUCCESS_FILE == known_of_orbax.COMMITTED, 'Orbax marks complete steps by another file'
 
 

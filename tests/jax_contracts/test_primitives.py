@@ -24,9 +24,9 @@ NAMES = sorted({*RULES, *WITH_JAXPRS, KERNEL})
 @pytest.mark.parametrize('name', NAMES)
 def test_each_primitive_of_the_tables_is_listed(name: str) -> None:
     # Others may be missing in this version.
-    known = name in primitives._jax_primitives(True) or name in primitives._NOT_IN_ALL
+    is_listed = name in primitives._jax_primitives(True) or name in primitives._NOT_IN_ALL
     with contract(f'lists its primitive {name!r} in a public module', 'to tell it from one of somebody else'):
-        assert known
+        assert is_listed
 
 
 # What has no rule, and why none is missed.
@@ -72,9 +72,9 @@ def test_primitives_that_functions_make_are_those_listed() -> None:
 @pytest.mark.parametrize('name', ['sin', 'closed_call', 'stack', KERNEL])
 def test_primitives_of_others(name: str) -> None:
     assert pallas
-    own = SimpleNamespace(primitive=jax.extend.core.Primitive(name))
+    equation = SimpleNamespace(primitive=jax.extend.core.Primitive(name))
     with contract('compares primitives by identity', 'to tell its own from those of others'):
-        assert primitive_name(own) == ''  # type: ignore[arg-type]
+        assert primitive_name(equation) == ''  # type: ignore[arg-type]
     assert primitive_name(SimpleNamespace(primitive=jax.extend.core.Primitive('my own'))) == 'my own'
 
 

@@ -73,9 +73,9 @@ def test_equations_take_other_jaxprs(name: str) -> None:
         else:
             closed = jax.make_jaxpr(jnp.cos)(X)
             inner = [closed if hasattr(call_jaxpr(equation), 'consts') else open_jaxpr(closed)]
-        [own] = [each for each in open_jaxpr(jaxpr).eqns if each.primitive.name == name]
+        [holder] = [eqn for eqn in open_jaxpr(jaxpr).eqns if eqn.primitive.name == name]
         eqns = [
-            rewriting.with_jaxprs(each, *inner) if each is own else each for each in open_jaxpr(jaxpr).eqns
+            rewriting.with_jaxprs(eqn, *inner) if eqn is holder else eqn for eqn in open_jaxpr(jaxpr).eqns
         ]
         changed = rewriting.replace_jaxpr(jaxpr, eqns=eqns)
         expected = X if name == 'while' else jnp.cos(X)
@@ -92,11 +92,14 @@ def test_a_constraint_depends_on_sharding_rank_and_trace_context_only(mesh: Mesh
         'makes constraints of equal parameters for arrays of one rank', 'to make them of one another'
     ):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            own = equation_in('sharding_constraint', constrained, np.ones((16, 3), np.int8))
-            made = rewriting.make_constraint(own.invars[0], sharding, own, trace_context())
-        assert made.ctx == own.ctx
-        assert made.params == own.params and made.primitive is own.primitive
-        assert made.outvars[0].aval == made.invars[0].aval and made.source_info is own.source_info
+            original = equation_in('sharding_constraint', constrained, np.ones((16, 3), np.int8))
+            constraint = rewriting.make_constraint(original.invars[0], sharding, original, trace_context())
+        assert constraint.ctx == original.ctx
+        assert constraint.params == original.params and constraint.primitive is original.primitive
+        assert (
+            constraint.outvars[0].aval == constraint.invars[0].aval
+            and constraint.source_info is original.source_info
+        )
 
 
 def test_what_is_kept_of_constraints_is_of_one_mesh_in_force(mesh: Mesh) -> None:
@@ -105,18 +108,20 @@ def test_what_is_kept_of_constraints_is_of_one_mesh_in_force(mesh: Mesh) -> None
     with contract('tells traces under other meshes apart', 'to keep equations of constraints'):
         for ambient in (mesh.abstract_mesh, AbstractMesh((), ()), mesh.abstract_mesh):
             with jax.sharding.use_abstract_mesh(ambient):
-                made = rewriting.make_constraint(equation.invars[0], sharding, equation, trace_context())
-            assert made.ctx.cur_abstract_mesh == ambient
+                constraint = rewriting.make_constraint(
+                    equation.invars[0], sharding, equation, trace_context()
+                )
+            assert constraint.ctx.cur_abstract_mesh == ambient
 
 
 def test_a_constraint_that_is_made_is_one(mesh: Mesh) -> None:
     with contract('runs a constraint whose result is a new variable', 'to constrain values'):
         jaxpr = jax.make_jaxpr(jnp.sin)(X)
         [equation] = open_jaxpr(jaxpr).eqns
-        made = rewriting.make_constraint(
+        constraint = rewriting.make_constraint(
             equation.outvars[0], NamedSharding(mesh, P('x')), equation, trace_context()
         )
-        changed = rewriting.replace_jaxpr(jaxpr, eqns=[equation, made], outvars=made.outvars)
+        changed = rewriting.replace_jaxpr(jaxpr, eqns=[equation, constraint], outvars=constraint.outvars)
         result = jax.jit(lambda x: rewriting.bind_as_jit(changed, [x], 'f'))(X)[0]
         assert result.sharding.is_equivalent_to(NamedSharding(mesh, P('x')), 1)
         np.testing.assert_allclose(result, jnp.sin(X), rtol=1e-6)
@@ -138,9 +143,13 @@ def test_what_is_kept_of_constraints_is_of_one_trace_context(mesh: Mesh) -> None
 def test_an_equation_is_made_of_a_function() -> None:
     with contract('makes one equation of a function of one operation', 'to run kernels on their rows'):
         like = equation_in('sin', jnp.sin, X)
-        made = rewriting.trace_equation(jnp.cos, like)
-        assert made.primitive.name == 'cos'
-        assert (made.invars, made.outvars, made.source_info) == (like.invars, like.outvars, like.source_info)
+        traced = rewriting.trace_equation(jnp.cos, like)
+        assert traced.primitive.name == 'cos'
+        assert (traced.invars, traced.outvars, traced.source_info) == (
+            like.invars,
+            like.outvars,
+            like.source_info,
+        )
 
 
 def test_values_of_an_outer_trace_become_inputs() -> None:
@@ -188,7 +197,7 @@ def test_a_jaxpr_runs_as_one_equation() -> None:
         equation = equation_in('jit', fun, X, X, X)
         assert open_jaxpr(call_jaxpr(equation)).eqns == open_jaxpr(jaxpr).eqns
         assert equation.params['name'] == 'users'
-        assert [each.primitive.name for each in all_equations(jaxpr)] == ['sin', 'mul']
+        assert [eqn.primitive.name for eqn in all_equations(jaxpr)] == ['sin', 'mul']
         np.testing.assert_allclose(jax.jit(fun)(X, X, X)[0], np.sin(X) * X, rtol=1e-6)
         gradient = jax.grad(lambda x: fun(x, X, X)[0].sum())(X)
         np.testing.assert_allclose(gradient, np.cos(X) * X, rtol=1e-5, atol=1e-6)
@@ -206,7 +215,7 @@ def test_a_call_of_a_jaxpr_comes_in_place_of_an_equation() -> None:
         np.testing.assert_allclose(result, 2 * np.asarray([3, *X[1:]]))
     with contract('takes the line of an equation from its source', 'to name the line of the user'):
         inner = rewriting.with_source_of(other, equation)
-        assert {line_of(each) for each in open_jaxpr(inner).eqns} == {line_of(equation)}
+        assert {line_of(eqn) for eqn in open_jaxpr(inner).eqns} == {line_of(equation)}
 
 
 def test_constants_are_in_the_order_of_their_variables() -> None:
@@ -263,9 +272,9 @@ def test_a_jaxpr_is_flattened() -> None:
     jaxpr = jax.make_jaxpr(fun)(np.ones(4, np.float32))
     with contract('lets equations be copied, with other variables', 'to see what is sorted and put back'):
         flat = rewriting.inline_and_sink_constants(jaxpr, {'iota', 'convert_element_type', 'mul', 'add'})
-        names = [each.primitive.name for each in open_jaxpr(flat).eqns]
-        [loop] = [each for each in open_jaxpr(flat).eqns if each.primitive.name == 'scan']
-        inside = [each.primitive.name for each in open_jaxpr(loop_of(loop).body).eqns]
+        names = [eqn.primitive.name for eqn in open_jaxpr(flat).eqns]
+        [loop] = [eqn for eqn in open_jaxpr(flat).eqns if eqn.primitive.name == 'scan']
+        inside = [eqn.primitive.name for eqn in open_jaxpr(loop_of(loop).body).eqns]
         assert 'jit' not in names and inside[0] == 'iota' and 'jit' not in inside
         x = np.linspace(0, 1, 4, dtype=np.float32)
         np.testing.assert_allclose(rewriting.eval_jaxpr(flat, [x])[0], fun(x), rtol=1e-6)
@@ -276,8 +285,8 @@ def test_an_equation_is_run(fun: Any) -> None:
     x = np.linspace(0, 1, 4, dtype=np.float32)
     [equation] = open_jaxpr(rewriting.inline_calls(jax.make_jaxpr(fun)(x), lambda call: True)).eqns
     with contract('makes a jaxpr of one equation', 'to run steps equation by equation'):
-        found = rewriting.eval_equation(equation, [x] * len(equation.invars))
-        np.testing.assert_array_equal(found, jax.tree.leaves(fun(x)))
+        actual = rewriting.eval_equation(equation, [x] * len(equation.invars))
+        np.testing.assert_array_equal(actual, jax.tree.leaves(fun(x)))
 
 
 MANY, ROWS, PLACES = np.ones((6, 4), np.float32), np.ones((3, 4), np.float32), np.array([[1], [2]])
@@ -311,8 +320,8 @@ def test_an_equation_runs_with_other_sizes(name: str, mesh: Mesh) -> None:
     with contract('lets equations run with other sizes in their parameters', 'to run them on fewer rows'):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             mapped = jax.shard_map(run, in_specs=P(), out_specs=P(), check_vma=False)
-            [found] = jax.eval_shape(mapped, ROWS)
-        assert found.shape == shape
+            [result] = jax.eval_shape(mapped, ROWS)
+        assert result.shape == shape
 
 
 def test_an_equation_has_other_results() -> None:
@@ -330,17 +339,17 @@ def test_an_equation_is_added() -> None:
 
 
 def test_an_added_loop_takes_what_it_closes_over_in_its_own_order() -> None:
-    given = equation_in('select_n', lambda x: jnp.where(x > 0, x, 2 * x), X).invars[1:]
+    operands = equation_in('select_n', lambda x: jnp.where(x > 0, x, 2 * x), X).invars[1:]
     like = equation_in('sin', jnp.sin, X)
 
     def looped(x: Any, y: Any, first: Any) -> Any:
         return jax.lax.scan(lambda carried, _: (carried * y + x, None), first, length=2)[0]
 
     with contract('makes one equation of a loop', 'to add it to a jaxpr'):
-        added = rewriting.trace_added_equation(looped, like, [*given, like.invars[0]])
+        added = rewriting.trace_added_equation(looped, like, [*operands, like.invars[0]])
         assert added.primitive.name == 'scan'
         # The body multiplies first.
-        assert [*map(id, added.invars)] == [id(given[1]), id(given[0]), id(like.invars[0])]
+        assert [*map(id, added.invars)] == [id(operands[1]), id(operands[0]), id(like.invars[0])]
 
 
 def test_rows_that_are_looked_up_one_by_one_keep_their_sizes() -> None:
@@ -360,9 +369,9 @@ def test_equations_inside_are_rewritten() -> None:
         return lax.scan(lambda c, _: (inner(c), None), x, None, length=2)[0]
 
     def cosine(equation: Any) -> Any:
-        names = {'sin': jnp.cos}
-        own = names.get(equation.primitive.name)
-        return equation if own is None else rewriting.trace_equation(own, equation)
+        replacements = {'sin': jnp.cos}
+        replacement = replacements.get(equation.primitive.name)
+        return equation if replacement is None else rewriting.trace_equation(replacement, equation)
 
     jaxpr = jax.make_jaxpr(fun)(X)
     with contract('takes other jaxprs for calls, loops and branches', 'to change equations inside'):
@@ -370,7 +379,7 @@ def test_equations_inside_are_rewritten() -> None:
         np.testing.assert_allclose(
             rewriting.eval_jaxpr(changed, [X + 1])[0], np.cos(np.cos(X + 1)), rtol=1e-6
         )
-        assert rewriting.Rewriter(lambda each: each).jaxpr(jaxpr) is jaxpr
+        assert rewriting.Rewriter(lambda eqn: eqn).jaxpr(jaxpr) is jaxpr
 
 
 def test_calls_are_inlined() -> None:
@@ -383,8 +392,8 @@ def test_calls_are_inlined() -> None:
 
     jaxpr = jax.make_jaxpr(fun)(X)
     with contract('lets equations have other operands and results', 'to inline calls'):
-        inlined = rewriting.inline_calls(jaxpr, lambda each: True)
-        assert [each.primitive.name for each in open_jaxpr(inlined).eqns] == [
+        inlined = rewriting.inline_calls(jaxpr, lambda eqn: True)
+        assert [eqn.primitive.name for eqn in open_jaxpr(inlined).eqns] == [
             'cos',
             'sin',
             'add',
@@ -392,5 +401,5 @@ def test_calls_are_inlined() -> None:
             'sin',
         ]
         expected = jax.tree.leaves(fun(X))
-        for one, other in zip(rewriting.eval_jaxpr(inlined, [X]), expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-6)
+        for actual_leaf, expected_leaf in zip(rewriting.eval_jaxpr(inlined, [X]), expected, strict=True):
+            np.testing.assert_allclose(actual_leaf, expected_leaf, rtol=1e-6)

@@ -38,9 +38,9 @@ def test_xla_computes_nonzero_wrong_along_a_padded_dimension() -> None:
     mesh = jax.make_mesh((2, 4), ('x', 'y'), axis_types=(AxisType.Auto,) * 2)
     mask = np.arange(9) % 2 == 0
 
-    def found(mask: jax.Array) -> jax.Array:
+    def nonzero_positions(mask: jax.Array) -> jax.Array:
         split = jax.lax.with_sharding_constraint(mask, NamedSharding(mesh, P('y')))
         return jnp.nonzero(split, size=5)[0]
 
     with contract('finds other places', 'no policy pads, and a warning says so', library='jaxlib'):
-        assert jax.jit(found)(mask).tolist() != [0, 2, 4, 6, 8]
+        assert jax.jit(nonzero_positions)(mask).tolist() != [0, 2, 4, 6, 8]

@@ -33,18 +33,18 @@ def test_versions_that_deleted_arguments_end() -> None:
 @pytest.mark.parametrize('has_devices', [True, False])
 def test_programs_learn_their_devices(has_devices: bool) -> None:
     mesh = Mesh(np.array(jax.devices()), ('x',))
-    known = mesh if has_devices else mesh.abstract_mesh
+    mesh_to_compile_for = mesh if has_devices else mesh.abstract_mesh
 
     def program(ask: bool) -> str:
         def fun(x):
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 x = jax.lax.with_sharding_constraint(x, P('x'))
-                return shardings.compile_for_devices(x, known) if ask else x
+                return shardings.compile_for_devices(x, mesh_to_compile_for) if ask else x
 
         return jax.jit(fun).trace(np.ones(8, np.float32)).lower(lowering_platforms=('cpu',)).as_text()
 
     with contract('takes the devices of a program from what is in it', 'to run on all of a mesh'):
         assert 'num_partitions = 8' in program(ask=True)
-    assert shardings.unconstrained_sharding(np.ones((2, 3)), known).spec == P(
+    assert shardings.unconstrained_sharding(np.ones((2, 3)), mesh_to_compile_for).spec == P(
         P.UNCONSTRAINED, P.UNCONSTRAINED
     )

@@ -24,14 +24,14 @@ def mesh() -> Mesh:
 
 def seen_in(transformed: Callable[[Any], Any], ask: Callable[[Any], Any], x: Any = X) -> Any:
     """What a question gives inside a transformation."""
-    found = []
+    answers = []
 
     def fun(x: Any) -> Any:
-        found.append(ask(x))
+        answers.append(ask(x))
         return x.sum()
 
     transformed(fun)(x)
-    return found[0]
+    return answers[0]
 
 
 def run(fun: Any) -> Any:
@@ -60,9 +60,9 @@ CONTEXTS = {
     'x64': lambda: jax.enable_x64(True),
     'precision': lambda: jax.default_matmul_precision('highest'),
     'mesh': lambda: jax.sharding.use_abstract_mesh(AbstractMesh((8,), ('x',))),
-    'user context': lambda: own('some'),
+    'user context': lambda: user_context('some'),
 }
-own = jax.make_user_context('none')
+user_context = jax.make_user_context('none')
 
 
 @pytest.mark.parametrize('name', CONTEXTS)
@@ -90,8 +90,14 @@ def test_settings_of_threads_have_context_managers() -> None:
     with contract(
         'has a context manager of its name for each setting of a thread', 'to enter them elsewhere'
     ):
-        known = {'default_matmul_precision', 'enable_x64', 'debug_nans', 'disable_jit', 'default_device'}
-        assert known <= set(tracing.THREAD_SETTINGS)
+        expected_settings = {
+            'default_matmul_precision',
+            'enable_x64',
+            'debug_nans',
+            'disable_jit',
+            'default_device',
+        }
+        assert expected_settings <= set(tracing.THREAD_SETTINGS)
         for name in tracing.THREAD_SETTINGS:
             with getattr(jax, name)(getattr(jax.config, f'jax_{name}')):
                 pass
@@ -179,15 +185,15 @@ def test_memory_spaces() -> None:
 
 def test_values_that_vary_along_manual_axes(mesh: Mesh) -> None:
     def varying(x: Any) -> Any:
-        found.append(
-            [tracing.varying_axes(jax.typeof(each)) for each in (x, x.sum() * 0, jax.lax.psum(x, 'x'))]
+        seen_axes.append(
+            [tracing.varying_axes(jax.typeof(value)) for value in (x, x.sum() * 0, jax.lax.psum(x, 'x'))]
         )
         return x
 
-    found: list[Any] = []
+    seen_axes: list[Any] = []
     jax.eval_shape(jax.shard_map(varying, mesh=mesh, in_specs=P('x'), out_specs=P('x')), X)
     with contract('follows which values vary along manual axes', 'to find sums that were forgotten'):
-        assert [set(each) for each in found[0]] == [{'x'}, {'x'}, set()]
+        assert [set(value) for value in seen_axes[0]] == [{'x'}, {'x'}, set()]
 
 
 def test_jit_names_its_options() -> None:
@@ -210,7 +216,9 @@ def test_jit_names_its_options() -> None:
 def test_compiler_options_are_named_in_another_trace() -> None:
     options = {'xla_gpu_autotune_level': 0, 'xla_dump_to': "a'}", 'xla_gpu_enable_triton_gemm': False}
     with contract('names the compiler_options of a jit in another trace', 'to plan with them'):
-        for given in (None, {}, options):
-            jitted = jax.jit(lambda x, n, *, k: k * x[0] * n, static_argnums=1, compiler_options=given)
+        for passed_options in (None, {}, options):
+            jitted = jax.jit(
+                lambda x, n, *, k: k * x[0] * n, static_argnums=1, compiler_options=passed_options
+            )
             jitted.trace([X], 2, k=X)
-            assert tracing.compiler_options(jitted, ([X], 2), {'k': X}) == (given or {})
+            assert tracing.compiler_options(jitted, ([X], 2), {'k': X}) == (passed_options or {})

@@ -20,11 +20,11 @@ def test_arrays_are_fetched_from_a_program_that_offers_them() -> None:
         sent = [jax.device_put(jnp.arange(12).reshape(3, 4).astype(dtype), first) for dtype in DTYPES]
         sent.append(jax.device_put(jnp.float32(3), second))
         structs = [(array.shape, array.dtype, second) for array in sent]
-        got = transfer.fetch(connection, transfer.offer(server, sent), structs)
-        assert transfer.wait_ready(got, 60)
-        for one, other in zip(got, sent, strict=True):
-            assert one.devices() == {second}
-            np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+        fetched = transfer.fetch(connection, transfer.offer(server, sent), structs)
+        assert transfer.wait_ready(fetched, 60)
+        for actual, expected in zip(fetched, sent, strict=True):
+            assert actual.devices() == {second}
+            np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
 
 
 def test_what_nobody_has_offered_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
