@@ -279,10 +279,10 @@ def test_invalid_commands_of_find(job, capsys, arguments, message):
 
 
 def test_options_of_find_are_those_of_the_function(job, monkeypatch):
-    given = {}
+    options = {}
 
-    def autoshard(step, arguments, topology, **options):
-        given.update(options)
+    def autoshard(step, arguments, topology, **keywords):
+        options.update(keywords)
         raise ArgumentError('enough')
 
     monkeypatch.setattr(_commands, 'autoshard_step', autoshard)
@@ -300,13 +300,13 @@ def test_options_of_find_are_those_of_the_function(job, monkeypatch):
     ]
     kept = ['--keep', 'embed=fsdp,-', '--keep', 'a=b=', '--keep', 'head=-,fsdp+tp']
     assert main(['autoshard', f'{job}:make_one_device', *on, *kept, '--zero1']) == 2
-    assert given['keep'] == [('embed', P('fsdp', None)), ('a=b', P()), ('head', P(None, ('fsdp', 'tp')))]
-    assert (given['batch_dim'], given['memory'], given['headroom']) == (1, 3 * 2**29, 0.05)
-    assert given['optimizer_state'] == 'zero1'
+    assert options['keep'] == [('embed', P('fsdp', None)), ('a=b', P()), ('head', P(None, ('fsdp', 'tp')))]
+    assert (options['batch_dim'], options['memory'], options['headroom']) == (1, 3 * 2**29, 0.05)
+    assert options['optimizer_state'] == 'zero1'
     main(['autoshard', f'{job}:make_one_device', '--topology', 'v5e:2x2', '--batch', '1'])
     left = inspect.signature(autoshard_step).parameters
     for name in ('batch_dim', 'memory', 'headroom', 'optimizer_state', 'budget_s', 'num_slices'):
-        assert given[name] == left[name].default
+        assert options[name] == left[name].default
 
 
 @pytest.mark.parametrize(
@@ -404,7 +404,7 @@ def test_doctor(capsys, monkeypatch, process, findings):
     assert done.stdout == ('' if silent else f'{Diagnosis({"versions": "Python"}, findings)}\n')
     done = here(capsys, 'doctor', '--json')
     assert asked[1:] == [(120,)]
-    assert silent or json.loads(done.stdout)['findings'] == [each._asdict() for each in findings]
+    assert silent or json.loads(done.stdout)['findings'] == [finding._asdict() for finding in findings]
 
 
 def test_doctor_asks_a_program_that_is_not_there(capsys):

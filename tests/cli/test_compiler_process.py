@@ -257,7 +257,7 @@ def stat_of(pid):
 
 
 @pytest.mark.parametrize(
-    ('started', 'arguments', 'known'),
+    ('started', 'arguments', 'restartable'),
     [
         (['python', '-m', 'scalax', 'plan', 'a'], ['/x/scalax/__main__.py', 'plan', 'a'], True),
         (['python', '-W', 'error', '-m', 'scalax'], ['/x/scalax/__main__.py'], True),
@@ -269,10 +269,10 @@ def stat_of(pid):
         (['python'], [''], False),
     ],
 )
-def test_which_command_is_started_again(monkeypatch, started, arguments, known):
+def test_which_command_is_started_again(monkeypatch, started, arguments, restartable):
     monkeypatch.setattr(sys, 'orig_argv', started)
     monkeypatch.setattr(sys, 'argv', arguments)
-    assert _compiler_process._own_command() == ([sys.executable, *started[1:]] if known else None)
+    assert _compiler_process._own_command() == ([sys.executable, *started[1:]] if restartable else None)
 
 
 def test_compilations_that_run(monkeypatch):

@@ -84,7 +84,7 @@ def test_a_step_that_is_wrong(job, capsys):
     code, out, _ = here(capsys, f'{job}:make_wrong', *ON, '--json')
     report = json.loads(out)
     assert (code, report['ok'], report['downscaling']) == (4, False, [])
-    assert [each['path'] for each in report['differences']] == ['loss']
+    assert [difference['path'] for difference in report['differences']] == ['loss']
     line = JOB[: JOB.index('jax.shard_map')].count('\n') + 1
     first = report['first_difference']
     assert (first['primitive'], first['line']) == ('shard_map', f'job.py:{line} local_mean')
@@ -125,7 +125,7 @@ def test_what_is_made_small(job, capsys, asked, mesh):
 def test_a_small_step_is_taken_as_it_is(job, capsys):
     code, out, _ = here(capsys, f'{job}:make_any', '--config', 'SMALL', *ON, '--json')
     report = json.loads(out)
-    assert code == 0 and [each['array'] for each in report['arguments']] == [
+    assert code == 0 and [argument['array'] for argument in report['arguments']] == [
         'float32[16,16]',
         'float32[32,16]',
     ]
@@ -165,18 +165,18 @@ def test_what_cannot_be_asked(job, capsys, monkeypatch, asked, message):
 
 
 def test_options_are_those_of_the_function(job, monkeypatch):
-    given = {}
+    options = {}
 
-    def verify(*args, **options):
-        given.update(options)
+    def verify(*args, **keywords):
+        options.update(keywords)
         raise ArgumentError('enough')
 
     monkeypatch.setattr(_commands, 'verify_step', verify)
     command = ['verify', f'{job}:make_infinite', '--mesh', 'fsdp=4,tp=2']
     assert main([*command, '--seeds', '7', '--steps', '5']) == 2
-    assert given == {'seeds': 7, 'steps': 5, 'inside': False, 'config': None}
+    assert options == {'seeds': 7, 'steps': 5, 'inside': False, 'config': None}
     assert main([*command, '--inside']) == 2
-    assert given == {'seeds': 3, 'steps': 2, 'inside': True, 'config': None}
+    assert options == {'seeds': 3, 'steps': 2, 'inside': True, 'config': None}
     parameters = inspect.signature(verify_step).parameters
     assert [parameters[name].default for name in ('seeds', 'steps', 'inside')] == [3, 2, False]
 

@@ -87,12 +87,12 @@ def test_cells_are_read_and_run():
     printed = [{'name': 'stdout', 'output_type': 'stream', 'text': [f'{number}\n']} for number in (2, 3)]
     shown = {'data': {'text/plain': ['2']}, 'metadata': {}, 'output_type': 'display_data'}
     assert outputs == [[], [printed[0], shown], [printed[1]]]
-    made = make_notebooks.notebook(cells, outputs)
-    assert [cell['cell_type'] for cell in made['cells']] == ['markdown', 'code', 'code']
-    assert [cell['metadata'] for cell in made['cells']] == [{}, {}, {'tags': ['tpu']}]
-    assert make_notebooks.differences(made, made) == ''
+    notebook = make_notebooks.notebook(cells, outputs)
+    assert [cell['cell_type'] for cell in notebook['cells']] == ['markdown', 'code', 'code']
+    assert [cell['metadata'] for cell in notebook['cells']] == [{}, {}, {'tags': ['tpu']}]
+    assert make_notebooks.differences(notebook, notebook) == ''
     other = make_notebooks.notebook(cells, [[], [], []])
-    assert '"2\\n"' in make_notebooks.differences(made, other)
+    assert '"2\\n"' in make_notebooks.differences(notebook, other)
 
 
 @pytest.mark.parametrize('here', [True, False])
@@ -101,9 +101,9 @@ def test_what_the_tpu_compiler_shows_is_kept_where_it_is_not(here, monkeypatch):
     outputs = list(make_notebooks.run(cells, SCRIPTS[0]))
     before = make_notebooks.notebook(cells, [[], [], [{'text': ['of the TPU compiler\n']}]])
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: here or None)
-    made = make_notebooks.with_kept(cells, outputs, before)
-    assert made[:2] == outputs[:2]
-    assert (made[2] == outputs[2]) == here
+    merged_outputs = make_notebooks.with_kept(cells, outputs, before)
+    assert merged_outputs[:2] == outputs[:2]
+    assert (merged_outputs[2] == outputs[2]) == here
     assert make_notebooks.with_kept(cells, outputs, {'cells': []}) == outputs
 
 

@@ -25,11 +25,11 @@ def names_of_api() -> list[tuple[str, str, str]]:
     """(module, name, member or ''), as tests/api.txt has them."""
     names, module, name = [], '', ''
     for line in API.splitlines():
-        if found := re.match(r'(?:  (?=\w)|    \.)?([\w.]+)', line):
+        if match := re.match(r'(?:  (?=\w)|    \.)?([\w.]+)', line):
             depth = len(line) - len(line.lstrip())
-            module, name = (found[1], '') if depth == 0 else (module, found[1] if depth == 2 else name)
+            module, name = (match[1], '') if depth == 0 else (module, match[1] if depth == 2 else name)
             if depth:
-                names.append((module, name, found[1] if depth == 4 else ''))
+                names.append((module, name, match[1] if depth == 4 else ''))
     return [entry for entry in names if not ELSEWHERE.match('.'.join(filter(None, entry)))]
 
 
@@ -46,8 +46,8 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
         stem = PAGES.get(module, module.rpartition('.')[2])
         text = ''.join(pages[page] for page in pages if page.stem.partition('_')[0] == stem.partition('_')[0])
         if f'{module}.{name}.{member}'.strip('.') not in documented:
-            found = re.search(rf'\b{member or name}\b', text)
-            missing += [] if found else [f'{module}.{name}.{member}'.strip('.')]
+            match = re.search(rf'\b{member or name}\b', text)
+            missing += [] if match else [f'{module}.{name}.{member}'.strip('.')]
     assert missing == []
 
 
@@ -87,9 +87,9 @@ def test_links_between_pages_lead_somewhere(site: Path) -> None:
 
 def test_pictures_are_there(site: Path) -> None:
     pictures = [
-        (page, html.unescape(found).partition('#')[0])
+        (page, html.unescape(source).partition('#')[0])
         for page in site.rglob('*.html')
-        for found in re.findall(r'<img\b[^>]*\bsrc="([^"]+)"', page.read_text(encoding='utf-8'))
+        for source in re.findall(r'<img\b[^>]*\bsrc="([^"]+)"', page.read_text(encoding='utf-8'))
     ]
     assert len(pictures) > 10
     assert [picture for page, picture in pictures if not (page.parent / picture).exists()] == []

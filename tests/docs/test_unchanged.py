@@ -23,9 +23,9 @@ LOOPS = ('scan', 'while', 'cond')
 
 def rows_of(name: str) -> list[list[str]]:
     """The cells of the rows of a table between two comments, without its head."""
-    found = re.search(rf'<!-- {name} -->\n(.*?)<!-- /{name} -->', PRIMITIVES + MODELS, re.DOTALL)
-    assert found is not None
-    return [[cell.strip() for cell in line.split('|')[1:-1]] for line in found[1].splitlines()[2:]]
+    match = re.search(rf'<!-- {name} -->\n(.*?)<!-- /{name} -->', PRIMITIVES + MODELS, re.DOTALL)
+    assert match is not None
+    return [[cell.strip() for cell in line.split('|')[1:-1]] for line in match[1].splitlines()[2:]]
 
 
 def test_every_primitive_is_in_the_table_once() -> None:

@@ -33,7 +33,7 @@ def step(params, x):
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), value
 
 
-def made(fun=step):
+def plan_of(fun=step):
     helper = MeshShardingHelper([8], ['fsdp'])
     rule = FSDPShardingRule(min_fsdp_size=1)
     out = (rule, P()) if fun is step else None
@@ -44,7 +44,7 @@ def made(fun=step):
 
 
 def test_each_collective_has_its_reason():
-    plan = made()
+    plan = plan_of()
     reasons = {(row.kind, row.reason) for row in plan.collectives}
     for name in ('up', 'down'):
         assert ('all-gather', f'weight params/blocks/{name} for dot_general') in reasons
@@ -59,7 +59,7 @@ def test_each_collective_has_its_reason():
 
 
 def test_text_and_json():
-    plan = made()
+    plan = plan_of()
     text = plan.to_text(200)
     line = loss.__code__.co_firstlineno + 2
     assert f'weight params/blocks/up for dot_general, test_collective_reasons.py:{line} layer' in text
@@ -73,7 +73,7 @@ def test_text_of_an_unpartitioned_step():
         return jax.new_ref(2 * x)[...] @ params['blocks']['up'][0]
 
     with pytest.warns(match='is not partitioned'):
-        plan = made(writing)
+        plan = plan_of(writing)
     assert 'not partitioned along its batch: it changes an array in place (jax.new_ref)' in plan.to_text(200)
     assert not any(row.reason for row in plan.collectives)
 
@@ -81,7 +81,7 @@ def test_text_of_an_unpartitioned_step():
 def test_scopes_exclude_the_indices_of_collectives():
     name = 'jit(step)/transpose(jvp(Model))/up/scalax(weight, 7)/all_gather'
     assert scopes_in(COLLECTIVE_SCOPE.sub('', name)) == ['Model', 'up']
-    assert not any('scalax(' in scope.scope for row in made().collectives for scope in row.scopes)
+    assert not any('scalax(' in scope.scope for row in plan_of().collectives for scope in row.scopes)
 
 
 def test_a_collective_that_lost_its_name_has_no_reason_of_another_one():

@@ -555,20 +555,20 @@ def test_attention_of_cudnn_counts_as_attention_in_jax(layout, which):
         return jnp.moveaxis(output, 1, 2) if layout else output
 
     query, key = ((2, 8, 128, 64), (2, 4, 256, 64)) if layout else ((2, 128, 8, 64), (2, 256, 4, 64))
-    found, written = (
+    cudnn_jaxpr, jax_jaxpr = (
         jax.jit(jax.value_and_grad(lambda *qkv, f=f: jnp.square(f(*qkv)).sum(), argnums=(0, 1, 2)))
         .trace(*(leaf(*shape) for shape in (query, key, key)))
         .jaxpr
         for f in (by_cudnn, in_jax)
     )
     matmul_flops = 2 * 2 * 8 * 128 * 256 * 64
-    assert count_flops(found).by_phase == {
+    assert count_flops(cudnn_jaxpr).by_phase == {
         'forward': 2 * matmul_flops,
         'backward': 4 * matmul_flops,
         'recomputed': matmul_flops,
     }
-    assert count_flops(found) == Flops(7 * matmul_flops)
-    assert count_model_flops(found) == count_model_flops(written) == 6 * matmul_flops
+    assert count_flops(cudnn_jaxpr) == Flops(7 * matmul_flops)
+    assert count_model_flops(cudnn_jaxpr) == count_model_flops(jax_jaxpr) == 6 * matmul_flops
 
 
 @pytest.mark.medium

@@ -218,7 +218,7 @@ SOME = st.one_of(
     st.builds(cache, st.integers(1, 4), st.integers(1, 8), SMALL),
     st.builds(attention, st.integers(1, 8), SMALL),
     st.builds(decode, st.integers(1, 8), st.integers(1, 6), st.integers(1, 4), st.integers(1, 64)),
-    *(st.builds(made, SMALL) for made in (ADAMW, SGD, MOMENTUM, ADAFACTOR)),
+    *(st.builds(update_of, SMALL) for update_of in (ADAMW, SGD, MOMENTUM, ADAFACTOR)),
 )
 
 

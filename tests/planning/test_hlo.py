@@ -177,7 +177,7 @@ def test_an_unknown_type():
     assert str(error.value) == "the compiled program has arrays of an unknown type 'q7'"
 
 
-def found(*lines):
+def collective_rows(*lines):
     return [(row.kind, row.axes, row.group, row.bytes) for row in collectives(parse(program(*lines)), MESH)]
 
 
@@ -292,7 +292,7 @@ KINDS = {
 
 @pytest.mark.parametrize(('line', 'expected'), KINDS.values(), ids=KINDS)
 def test_kinds(line, expected):
-    assert found(line) == [expected]
+    assert collective_rows(line) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_kinds(line, expected):
     ],
 )
 def test_groups_of_one_send_nothing(line):
-    assert found(line) == []
+    assert collective_rows(line) == []
 
 
 def test_custom_calls_with_computations_count():

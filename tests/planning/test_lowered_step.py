@@ -26,7 +26,7 @@ def lowered(fun, *args, **options):
 
 
 @pytest.mark.parametrize(
-    ('given', 'bytes_of_each'),
+    ('argument', 'expected_bytes'),
     [
         (array(8, 16, spec=P('fsdp')), 8 * 16 * 4 // 4),
         (array(8, 16, spec=P(('fsdp', 'tp'))), 8 * 16 * 4 // 8),
@@ -40,8 +40,8 @@ def lowered(fun, *args, **options):
         (array(spec=P()), 4),
     ],
 )
-def test_bytes_of_arguments(given, bytes_of_each):
-    assert lowered(lambda x: x, given).argument_bytes == bytes_of_each
+def test_bytes_of_arguments(argument, expected_bytes):
+    assert lowered(lambda x: x, argument).argument_bytes == expected_bytes
 
 
 def test_unused_arguments_do_not_count():

@@ -72,13 +72,13 @@ def in_shard_map(w, x):
 
 
 @jax.custom_vjp
-def own(w, x):
+def tanh_product(w, x):
     return jnp.tanh(x @ w)
 
 
-own.defvjp(
-    lambda w, x: (own(w, x), (w, x)),
-    lambda kept, g: (kept[1].T @ (g * own(*kept)), g @ kept[0].T),  # computes the product once more
+tanh_product.defvjp(
+    lambda w, x: (tanh_product(w, x), (w, x)),
+    lambda kept, g: (kept[1].T @ (g * tanh_product(*kept)), g @ kept[0].T),  # computes the product once more
 )
 
 
@@ -111,7 +111,7 @@ STEPS = {
     'in parts': (in_parts, {'backward': 9, 'recomputed': 6}, 15),
     'in shard_map': (jax.grad(in_shard_map, (0, 1)), {'forward': 4, 'backward': 8}, 12),
     'a gradient by hand': (
-        jax.value_and_grad(lambda w, x: own(w, x).sum(), (0, 1)),
+        jax.value_and_grad(lambda w, x: tanh_product(w, x).sum(), (0, 1)),
         {'forward': 1, 'backward': 3},
         4,
     ),

@@ -363,11 +363,11 @@ def test_text_of_redundant_flops_in_a_loop_of_unknown_length():
         assert next((text for text in str(plan).splitlines() if 'devices compute' in text), None) == line
 
 
-@pytest.mark.parametrize(('taken', 'scattered'), [(4, True), (2, False)])
-def test_a_sum_is_scattered_if_each_device_keeps_its_part(taken, scattered):
+@pytest.mark.parametrize(('slice_size', 'scattered'), [(4, True), (2, False)])
+def test_a_sum_is_scattered_if_each_device_keeps_its_part(slice_size, scattered):
     def block(x):
         total = jax.lax.psum(x, 'a')
-        return jax.lax.dynamic_slice_in_dim(total, taken * jax.lax.axis_index('a'), taken)
+        return jax.lax.dynamic_slice_in_dim(total, slice_size * jax.lax.axis_index('a'), slice_size)
 
     plan = CUBE.plan(CUBE.shard_map(block, P(), P('a'), check_vma=False), leaf(8, 8))
     assert [(row.kind, row.axes, row.scattered) for row in plan.collectives] == [

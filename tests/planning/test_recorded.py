@@ -446,13 +446,13 @@ def test_the_memory_of_the_host():
     ],
 )
 def test_matmuls(left, right, result, attributes, flops):
-    found = counts(f"""
+    actual = counts(f"""
         %p = f32[256] parameter(0)
         %l = bf16{left} broadcast(%p)
         %r = bf16{right} broadcast(%p)
         ROOT %c = bf16{result} convolution(%l, %r), {attributes}
         """)
-    assert found.flops == flops
+    assert actual.flops == flops
 
 
 def test_kernels_with_metadata_over_several_lines():

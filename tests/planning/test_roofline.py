@@ -63,10 +63,12 @@ COLLECTIVES = {
 
 
 @pytest.mark.parametrize(
-    ('kind', 'whole', 'hardware', 'shape', 'axes', 'expected', 'near'), COLLECTIVES.values(), ids=COLLECTIVES
+    ('kind', 'array_bytes', 'hardware', 'shape', 'axes', 'expected', 'near'),
+    COLLECTIVES.values(),
+    ids=COLLECTIVES,
 )
-def test_collectives_of_the_book(kind, whole, hardware, shape, axes, expected, near):
-    assert seconds(kind, whole, hardware, shape, axes) == pytest.approx(expected, rel=near)
+def test_collectives_of_the_book(kind, array_bytes, hardware, shape, axes, expected, near):
+    assert seconds(kind, array_bytes, hardware, shape, axes) == pytest.approx(expected, rel=near)
 
 
 # --- "How to Parallelize a Transformer for Training" (training.md) ---------------------------------

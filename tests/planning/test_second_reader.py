@@ -63,7 +63,7 @@ def three_axes():
 
 PROGRAMS = {
     **collective_programs.PROGRAMS,
-    **{made.__name__: made for made in (fsdp, fsdp_and_tp, parts_of_a_batch, bad_shardings, three_axes)},
+    **{make.__name__: make for make in (fsdp, fsdp_and_tp, parts_of_a_batch, bad_shardings, three_axes)},
 }
 
 

@@ -273,9 +273,9 @@ V = 1e9  # bytes
 W = 4.5e10  # v5e, one way
 
 
-def seconds(kind, *segments, chips=None, whole=V, sharing=1, hardware=V5E):
+def seconds(kind, *segments, chips=None, array_bytes=V, sharing=1, hardware=V5E):
     size = chips or math.prod(item.length for item in segments)
-    return collective_seconds(kind, whole, Route(1, size, size, segments, sharing), hardware, 1).ici
+    return collective_seconds(kind, array_bytes, Route(1, size, size, segments, sharing), hardware, 1).ici
 
 
 TIMES = {
@@ -319,7 +319,7 @@ def test_times(call, expected):
     ],
 )
 def test_the_least_time(kind, segments, hops):
-    assert seconds(kind, *segments, whole=8) == pytest.approx(hops * 1e-6)
+    assert seconds(kind, *segments, array_bytes=8) == pytest.approx(hops * 1e-6)
 
 
 @pytest.mark.parametrize(

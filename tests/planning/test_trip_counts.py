@@ -153,10 +153,10 @@ LOOPS = {
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize(('fun', 'rounds', 'known'), LOOPS.values(), ids=LOOPS)
-def test_trip_counts_of_loops(fun, rounds, known):
+@pytest.mark.parametrize(('fun', 'rounds', 'exactness'), LOOPS.values(), ids=LOOPS)
+def test_trip_counts_of_loops(fun, rounds, exactness):
     traced = jax.jit(fun).trace(X)
-    expected = Flops(rounds * ONE, known)
+    expected = Flops(rounds * ONE, exactness)
     began = time.process_time()
     assert count_flops(traced.jaxpr) == expected
     program = device_cost_of(parse(traced.lower().compiler_ir(dialect='hlo').as_hlo_text()))
@@ -176,12 +176,12 @@ def as_optimized(text):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(('fun', 'rounds', 'known'), LOOPS.values(), ids=LOOPS)
-def test_trip_counts_of_optimized_programs(fun, rounds, known):
+@pytest.mark.parametrize(('fun', 'rounds', 'exactness'), LOOPS.values(), ids=LOOPS)
+def test_trip_counts_of_optimized_programs(fun, rounds, exactness):
     text = as_optimized(jax.jit(fun).lower(X).compiler_ir(dialect='hlo').as_hlo_text())
     assert not re.search(r'^  (?!ROOT ).* get-tuple-element\(', text, re.MULTILINE)
     program = device_cost_of(parse(text))
-    assert (program.flops, program.exactness) == (rounds * ONE, known)
+    assert (program.flops, program.exactness) == (rounds * ONE, exactness)
 
 
 def test_a_loop_of_an_equation_alone():
@@ -265,16 +265,16 @@ BRANCHES = {
 }
 
 
-@pytest.mark.parametrize(('fun', 'count', 'known'), BRANCHES.values(), ids=BRANCHES)
-def test_the_largest_branch_counts(fun, count, known):
+@pytest.mark.parametrize(('fun', 'count', 'exactness'), BRANCHES.values(), ids=BRANCHES)
+def test_the_largest_branch_counts(fun, count, exactness):
     traced = jax.jit(fun).trace(X)
-    assert count_flops(traced.jaxpr) == Flops(count * ONE, known)
+    assert count_flops(traced.jaxpr) == Flops(count * ONE, exactness)
     # A product of a matrix of 4 x 4 with itself, in float32, reads it and writes one.
     work = device_cost_of(parse(traced.lower().compiler_ir(dialect='hlo').as_hlo_text()))
     assert dataclasses.replace(work, by_scope=()) == DeviceCost(
         count * ONE,
         count * 2 * 64,
-        known,
+        exactness,
         by_phase={'other': count * ONE},
         bytes_by_phase={'other': count * 2 * 64},
     )

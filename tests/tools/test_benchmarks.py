@@ -50,20 +50,20 @@ def test_groups_run(group):
 
 
 @pytest.mark.parametrize(
-    ('main', 'said'),
+    ('main', 'message'),
     [
         (benchmarks.__main__.main, "no group holds 'nothing' in its name: cached, host, "),
         (plan_llama.main, "no name starts with 'nothing': 1b-v5e, 8b-v5e, "),
     ],
     ids=['benchmarks', 'plans'],
 )
-def test_a_name_that_nothing_has_is_an_error(main, said, monkeypatch, capsys):
+def test_a_name_that_nothing_has_is_an_error(main, message, monkeypatch, capsys):
     monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '8')  # they are set up already
     monkeypatch.setattr(sys, 'argv', ['program', '--only', 'nothing'])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 MEASURED = ['save', 'save-by-hand', 'restore', 'restore-by-hand', 'verify', 'load-rows', 'read']
@@ -90,9 +90,11 @@ def test_by_hand_and_with_rules_are_one_step():
     helper = decoder.mesh_helper()
     host = jax.device_get(decoder.init(jax.random.key(0), 1))
     hand = decoder.ByHand(helper, host)
-    ours = decoder.with_rules(helper, decoder.new_step(decoder.with_sharding_annotation))
-    theirs = hand.jit(decoder.new_step(hand.constrain))
-    (params, loss), (expected, expected_loss) = (step(host, decoder.tokens()) for step in (ours, theirs))
+    step_with_rules = decoder.with_rules(helper, decoder.new_step(decoder.with_sharding_annotation))
+    step_by_hand = hand.jit(decoder.new_step(hand.constrain))
+    (params, loss), (expected, expected_loss) = (
+        step(host, decoder.tokens()) for step in (step_with_rules, step_by_hand)
+    )
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
     alike = jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), params, expected)
     assert all(jax.tree.leaves(alike))

@@ -71,10 +71,10 @@ while True:
 
 
 def test_a_program_that_is_left_takes_those_that_it_started_with_it() -> None:
-    with started(['-c', STARTS_ANOTHER]) as one:
-        one.wait_for(' other')
-        other = int(one.output().split()[1])
+    with started(['-c', STARTS_ANOTHER]) as program:
+        program.wait_for(' other')
+        other = int(program.output().split()[1])
         os.kill(other, 0)
-    assert one.processes[0].returncode == 3
+    assert program.processes[0].returncode == 3
     with pytest.raises(ProcessLookupError):
         os.kill(other, 0)

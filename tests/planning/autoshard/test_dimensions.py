@@ -1,4 +1,4 @@
-"""`scalax._planning.autoshard.dim_uses`: which dimensions of a step's arguments are one."""
+"""`scalax._planning.autoshard.dim_uses`: which dimensions of a step's arguments are the same."""
 
 import jax
 import jax.numpy as jnp
@@ -9,22 +9,25 @@ from scalax._core.pytree.paths import path_string
 from scalax._planning.autoshard.dim_uses import analyze_dim_uses
 
 
-def found(function, weights, x):
-    """The classes as sets of places such as ``'up.1'``, and the rest of what is found, with names."""
+def named_dim_uses(function, weights, x):
+    """The classes of dimensions, layer dimensions, weights and expert dimensions, by names.
+
+    A dimension's name is its weight's and its number, as in ``'up.1'``.
+    """
     names = [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(weights)[0]]
     result = analyze_dim_uses(jax.make_jaxpr(function)(weights, x), {i: i for i, _ in enumerate(names)})
 
-    def place(of):
-        return f'{names[of[0]]}.{of[1]}'
+    def dim_name(dim):
+        return f'{names[dim[0]]}.{dim[1]}'
 
     classes = {}
-    for of, number in result.classes.items():
-        classes.setdefault(number, set()).add(place(of))
+    for dim, number in result.classes.items():
+        classes.setdefault(number, set()).add(dim_name(dim))
     return (
-        [each for each in classes.values() if len(each) > 1],
-        set(map(place, result.layer_dims)),
+        [dims for dims in classes.values() if len(dims) > 1],
+        set(map(dim_name, result.layer_dims)),
         {names[i] for i in result.weights},
-        set(map(place, result.expert_dims)),
+        set(map(dim_name, result.expert_dims)),
     )
 
 
@@ -34,7 +37,7 @@ def array(*shape):
 
 def test_columns_and_the_rows_that_they_meet():
     weights = {'up': array(4, 8), 'down': array(8, 4)}
-    classes, *_ = found(lambda w, x: jax.nn.relu(x @ w['up']) @ w['down'], weights, array(2, 4))
+    classes, *_ = named_dim_uses(lambda w, x: jax.nn.relu(x @ w['up']) @ w['down'], weights, array(2, 4))
     assert classes == [{'down.0', 'up.1'}]
 
 
@@ -45,7 +48,7 @@ def test_a_residual_joins_what_it_goes_through():
         x = x + jax.nn.relu((x * w['scale']) @ w['up']) @ w['down']
         return x @ w['last']
 
-    classes, _, multiplied, _ = found(model, weights, array(2, 4))
+    classes, _, multiplied, _ = named_dim_uses(model, weights, array(2, 4))
     assert {'down.1', 'last.0', 'scale.0', 'up.0'} in classes and {'down.0', 'up.1'} in classes
     assert multiplied == {'up', 'down', 'last'}  # a scale is only multiplied elementwise
 
@@ -58,7 +61,7 @@ def test_heads_are_followed_through_reshapes_and_products():
         mixed = jnp.einsum('bhqk,bkhd->bqhd', jax.nn.softmax(jnp.einsum('bqhd,bkhd->bhqk', q, k)), v)
         return mixed.reshape(2, 6, 8) @ w['o']
 
-    classes, *_ = found(attention, weights, array(2, 6, 8))
+    classes, *_ = named_dim_uses(attention, weights, array(2, 6, 8))
     assert {'q.1', 'k.1', 'v.1', 'o.0'} in classes
 
 
@@ -73,7 +76,7 @@ def test_a_stack_of_layers(how):
         return jax.lax.fori_loop(0, 3, lambda i, x: x + (x @ w['up'][i]) @ w['down'][i], x)
 
     model = scanned if how == 'scan' else indexed
-    classes, stacked, multiplied, _ = found(model, weights, array(2, 4))
+    classes, stacked, multiplied, _ = named_dim_uses(model, weights, array(2, 4))
     assert stacked == {'up.0', 'down.0'} and multiplied == {'up', 'down'}
     assert {'up.2', 'down.1'} in classes and {'up.1', 'down.2'} in classes
 
@@ -86,13 +89,13 @@ def test_gradients_and_an_optimizer():
         m = 0.9 * state['m'] + gradient
         return {'w': state['w'] - m, 'm': m}
 
-    classes, _, multiplied, _ = found(step, weights, array(2, 4))
+    classes, _, multiplied, _ = named_dim_uses(step, weights, array(2, 4))
     assert {'w.0', 'm.0'} in classes and {'w.1', 'm.1'} in classes
     assert multiplied == {'w'}
 
 
 def test_experts():
-    *_, experts = found(
+    *_, experts = named_dim_uses(
         lambda w, x: jnp.einsum('ecd,edh->ech', x, w['up']), {'up': array(3, 4, 8)}, array(3, 2, 4)
     )
     assert experts == {'up.0'}
@@ -111,7 +114,7 @@ def test_calls_branches_and_convolutions():
         hidden = jax.lax.cond(hidden[0, 0, 0, 0] > 0, jnp.tanh, jnp.sin, hidden)
         return convolve(hidden, w['two'])
 
-    classes, _, multiplied, _ = found(model, weights, array(2, 4, 4, 4))
+    classes, _, multiplied, _ = named_dim_uses(model, weights, array(2, 4, 4, 4))
     assert classes == [{'one.3', 'two.2'}] and multiplied == {'one', 'two'}
 
 
@@ -120,7 +123,7 @@ def test_behind_what_is_not_known_there_are_no_dimensions():
         out = jax.ShapeDtypeStruct((2, 8), 'float32')
         return jax.pure_callback(lambda y: y, out, x @ w['w']) @ w['v']
 
-    classes, *_ = found(model, {'w': array(4, 8), 'v': array(8, 4)}, array(2, 4))
+    classes, *_ = named_dim_uses(model, {'w': array(4, 8), 'v': array(8, 4)}, array(2, 4))
     assert classes == []
 
 
@@ -128,5 +131,5 @@ def test_behind_what_is_not_known_there_are_no_dimensions():
 def test_primitives_of_others_with_names_of_jax_are_not_known(name):
     other = Primitive(name)
     other.def_abstract_eval(lambda x, w: x)
-    classes, *_ = found(lambda w, x: other.bind(x, w['w']), {'w': array(4, 8)}, array(2, 4))
+    classes, *_ = named_dim_uses(lambda w, x: other.bind(x, w['w']), {'w': array(4, 8)}, array(2, 4))
     assert classes == []

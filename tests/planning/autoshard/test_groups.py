@@ -39,7 +39,8 @@ def test_bytes_are_those_on_a_device():
         return jnp.tanh(x @ params['w'].astype('float32')) * params['scale']
 
     w, b, scale = (
-        jax.ShapeDtypeStruct(*each) for each in (((64, 64), 'int4'), ((3,), 'uint4'), ((64,), 'float32'))
+        jax.ShapeDtypeStruct(*shape_and_dtype)
+        for shape_and_dtype in (((64, 64), 'int4'), ((3,), 'uint4'), ((64,), 'float32'))
     )
     leaves = unique_leaves(trace_step(step, ({'b': b, 'scale': scale, 'w': w}, jnp.ones((8, 64))), 1))
     assert [leaf.bytes for leaf in leaves] == [2, 64 * 4, 64 * 64 // 2]

@@ -28,16 +28,16 @@ Leaves = Mapping[str, tuple[tuple[int, ...], P]]
 COLUMN, ROW, VECTOR = P('fsdp', 'tp'), P('tp', 'fsdp'), P('tp')
 
 
-def given(path: str, pairs: Sequence[tuple[Any, Any]]) -> Any:
-    """The value of the first pair whose regex is found."""
+def matched_value(path: str, pairs: Sequence[tuple[Any, Any]]) -> Any:
+    """The value of the first pair whose regex matches a part of the path."""
     return next((value for regex, value in pairs if re.search(regex, path)), 'no pair')
 
 
 def assert_resolves(rule: TreePathShardingRule, leaves: Leaves) -> None:
     wrong = {
-        path: (given(path, rule.rules), spec)
+        path: (matched_value(path, rule.rules), spec)
         for path, (shape, spec) in leaves.items()
-        if any(size != 1 for size in shape) and given(path, rule.rules) != canonical(spec)
+        if any(size != 1 for size in shape) and matched_value(path, rule.rules) != canonical(spec)
     }
     assert not wrong
 
@@ -55,9 +55,9 @@ def rows(leaves: Leaves) -> list[tuple[Any, Any]]:
 
 
 def made_by(code: str) -> TreePathShardingRule:
-    made: dict[str, Any] = {'P': P, 'TreePathShardingRule': TreePathShardingRule}
-    exec(code, made)
-    return made['rule']
+    namespace: dict[str, Any] = {'P': P, 'TreePathShardingRule': TreePathShardingRule}
+    exec(code, namespace)
+    return namespace['rule']
 
 
 def state(params: Leaves, **moments: P) -> Leaves:
@@ -324,7 +324,7 @@ def test_keys_are_whole(leaves: Leaves) -> None:
     ends = [(regex, spec) for regex, spec in result if not regex.endswith('/')]
     for path in leaves:
         for other in (f'{path}_', f'{path}/x{path.rpartition("/")[2]}'):
-            assert given(other, [*ends, ('.*', default)]) == default
+            assert matched_value(other, [*ends, ('.*', default)]) == default
 
 
 @pytest.mark.medium
