@@ -77,17 +77,17 @@ def entries(name: str, value: Any) -> Iterator[str]:
         return
     fields = {field.name for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
     members = {
-        member: found
+        member: attribute
         for base in reversed(value.__mro__)
         if base.__module__.startswith('scalax')
-        for member, found in vars(base).items()
+        for member, attribute in vars(base).items()
     }
-    for member, found in sorted(members.items()):
+    for member, attribute in sorted(members.items()):
         if member.startswith('_') or member in fields:
             continue
-        plain = inspect.unwrap(getattr(found, '__func__', found))
+        plain = inspect.unwrap(getattr(attribute, '__func__', attribute))
         yield f'    .{member}{signature(plain) if callable(plain) else ""}'
-        yield f'        {first_line(found)}'
+        yield f'        {first_line(attribute)}'
 
 
 def described() -> str:
@@ -139,10 +139,10 @@ SIGNATURES = {
 
 @pytest.mark.parametrize(('name', 'parameters'), SIGNATURES.items(), ids=SIGNATURES)
 def test_names_and_parameters_of_0_2_5_are_there(name, parameters):
-    found = scalax.sharding
+    value = scalax.sharding
     for part in name.split('.'):
-        found = getattr(found, part)
-    assert list(inspect.signature(found).parameters)[: len(parameters)] == parameters
+        value = getattr(value, part)
+    assert list(inspect.signature(value).parameters)[: len(parameters)] == parameters
 
 
 X = np.zeros((8, 8), np.float32)

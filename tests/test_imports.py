@@ -157,15 +157,15 @@ print(ShardingReport.__module__)
 
 
 def upward_imports(tree: ast.Module, module: str, package: str) -> Iterator[str]:
-    own = room_of(module)
+    room = room_of(module)
     for line, name in imported_modules(tree, package):
         other = room_of(name)
         if (
             name.split('.')[0] == 'scalax'
-            and other not in {own, *GROUPS}
-            and ROOMS.index(other) > ROOMS.index(own)
+            and other not in {room, *GROUPS}
+            and ROOMS.index(other) > ROOMS.index(room)
         ):
-            yield f'{module}, line {line}: {own} imports {name}, which is not below it'
+            yield f'{module}, line {line}: {room} imports {name}, which is not below it'
 
 
 @pytest.mark.medium
@@ -265,8 +265,8 @@ def private_uses(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
 @pytest.mark.medium
 @each_file
 def test_uses_public_names_only(path: Path) -> None:
-    found = private_uses(TREES[path], package_of(path))
-    wrong = [f'{relative(path)}:{line}: {name} is private' for line, name in found]
+    uses = private_uses(TREES[path], package_of(path))
+    wrong = [f'{relative(path)}:{line}: {name} is private' for line, name in uses]
     assert not wrong, '\n'.join(wrong)
 
 

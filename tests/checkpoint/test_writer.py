@@ -426,8 +426,8 @@ def test_sixteen_threads_with_a_concurrent_close(tmp_path: Path, helper: MeshSha
                 checkpointer.close()
 
     with ThreadPoolExecutor(16) as pool:
-        for one in [pool.submit(work, number) for number in range(16)]:
-            one.result(timeout=300)
+        for future in [pool.submit(work, number) for number in range(16)]:
+            future.result(timeout=300)
     checkpointer.close()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith('scalax')]
     assert checkpointer.latest_step() == run_and_step(helper, tmp_path)[1]

@@ -318,7 +318,7 @@ def kernel_that_adds_up_over_its_steps(helper: MeshShardingHelper) -> Step:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _sizes_from_zero(axes: Sequence[str], count: int, sizes: Any) -> Any:
     ends = jnp.cumsum(sizes)
-    first, last = (jnp.clip(each, 0, count) for each in (ends - sizes, ends))
+    first, last = (jnp.clip(rows, 0, count) for rows in (ends - sizes, ends))
     return last - first
 
 
@@ -379,11 +379,11 @@ def rows_of_a_table_from_all_devices(helper: MeshShardingHelper) -> Step:
     return stepped(helper, lambda table, tokens: jnp.tanh(table[tokens]), normal(4096, 8), tokens)
 
 
-def _over_rows(helper: MeshShardingHelper, each: Any, first: Any) -> Step:
+def _over_rows(helper: MeshShardingHelper, body: Any, first: Any) -> Step:
     """A loop over the examples of a batch."""
 
     def step(w: Any, x: Any) -> Any:
-        last, rows = lax.scan(lambda state, row: each(w, state, row), first, x)
+        last, rows = lax.scan(lambda state, row: body(w, state, row), first, x)
         return {'last': last, 'rows': rows}
 
     return stepped(helper, step, normal(8, 8) / 3, normal(64, 8))
@@ -393,33 +393,33 @@ def _over_rows(helper: MeshShardingHelper, each: Any, first: Any) -> Step:
 def running_average_taken_for_a_sum(helper: MeshShardingHelper) -> Step:
     """A wrong reduction: devices run over their own examples, and the order of all counts."""
 
-    def each(w: Any, state: Any, row: Any) -> Any:
+    def body(w: Any, state: Any, row: Any) -> Any:
         out = jnp.tanh(row @ w)
         return 0.9 * state + out, out
 
-    return _over_rows(helper, each, jnp.zeros(8))
+    return _over_rows(helper, body, jnp.zeros(8))
 
 
 @seeded((), (edit, 'redistribute', _converting(_without_mask)))
 def each_device_begins_its_sum_with_something(helper: MeshShardingHelper) -> Step:
     """A missing mask: what a loop begins with is added up over devices."""
 
-    def each(w: Any, state: Any, row: Any) -> Any:
+    def body(w: Any, state: Any, row: Any) -> Any:
         out = jnp.tanh(row @ w)
         return state + out, out
 
-    return _over_rows(helper, each, jnp.full(8, 0.5))
+    return _over_rows(helper, body, jnp.full(8, 0.5))
 
 
 @seeded(('random_split',), (apart, '_reductions', lambda loop: [REPLICATE] * loop.num_carry))
 def random_key_of_the_first_round_on_all_devices(helper: MeshShardingHelper) -> Step:
     """Wrong random bits: a loop splits its key in each round, and devices begin with the first one."""
 
-    def each(w: Any, key: Any, row: Any) -> Any:
+    def body(w: Any, key: Any, row: Any) -> Any:
         key, used = jax.random.split(key)
         return key, jnp.where(jax.random.bernoulli(used, 0.5, (8,)), row @ w, 0)
 
-    return _over_rows(helper, each, jax.random.key(0))
+    return _over_rows(helper, body, jax.random.key(0))
 
 
 @seeded(('dynamic_slice',), (indexed_loops, '_is_row_index', always(True)))

@@ -84,7 +84,7 @@ class Fault:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    return tuple([int(each) for each in version.split('.') if each.isdigit()])
+    return tuple([int(part) for part in version.split('.') if part.isdigit()])
 
 
 FAULTS: dict[str, Fault] = {}
@@ -122,8 +122,8 @@ def integers(most: int, *shape: int, seed: int = 0) -> np.ndarray:
 
 def jitted(helper: MeshShardingHelper, fun: Callable[..., Any], *specs: P, **options: Any) -> Any:
     """`jax.jit` with shardings on the helper's mesh."""
-    given = tuple([NamedSharding(helper.mesh, spec) for spec in specs])
-    return jax.jit(fun, in_shardings=given, **options)
+    shardings = tuple([NamedSharding(helper.mesh, spec) for spec in specs])
+    return jax.jit(fun, in_shardings=shardings, **options)
 
 
 def seeded(

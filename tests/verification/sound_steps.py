@@ -260,9 +260,9 @@ def sums_over_devices_that_are_right(helper: MeshShardingHelper) -> Step:
         loss, gradient = jax.value_and_grad(lambda params: lax.pmean(loss_of_rows(params, x), 'fsdp'))(params)
         return {'loss': loss, 'gradient': gradient}
 
-    given = P(), P('fsdp')
-    fun = mapped(helper, step, given, P(), check_vma=True)
-    return helper.sjit(fun, in_shardings=given), (PARAMS, normal(16, 8))
+    specs = P(), P('fsdp')
+    fun = mapped(helper, step, specs, P(), check_vma=True)
+    return helper.sjit(fun, in_shardings=specs), (PARAMS, normal(16, 8))
 
 
 @sound()

@@ -29,8 +29,8 @@ def staged(helper: MeshShardingHelper, layer: Layer, layers: int = LAYERS) -> St
     """A step of gradients, of a loop over layers that runs as a pipeline."""
 
     def loss(params: Any, x: Any) -> Any:
-        last, given = jax.lax.scan(layer, x, params['layers'])
-        return sum(jnp.mean(jnp.square(leaf)) for leaf in jax.tree.leaves((last, given)))
+        last, outputs = jax.lax.scan(layer, x, params['layers'])
+        return sum(jnp.mean(jnp.square(leaf)) for leaf in jax.tree.leaves((last, outputs)))
 
     weights = normal(layers, WIDTH, WIDTH), normal(layers, WIDTH, WIDTH, seed=1)
     params = {'layers': dict(zip(('up', 'down'), weights, strict=True))}

@@ -24,7 +24,7 @@ reduced = functools.partial(reduced_within, seconds=1e4)
 
 def reduced_args(step_over, args, helper, devices):
     """Of a step without a configuration."""
-    return reduced(lambda own, _: (step_over(own), args), None, helper, devices)
+    return reduced(lambda small_helper, _: (step_over(small_helper), args), None, helper, devices)
 
 
 def helper_of(**sizes):
@@ -206,8 +206,11 @@ def make_dict(helper, config):
 def test_what_a_rule_shards_stays_sharded_when_it_is_small():
     result = reduced(make_dict, {'width': 2048, 'rows': [512, 3]}, helper_of(fsdp=64), jax.devices())
     assert result.config['width'] <= 64 and result.config['rows'][1] == 3
-    given, returned = result.step.shardings_for(*result.args)
-    assert given[0]['w'].spec == returned['w'].spec == P('fsdp') and given[0]['b'].spec == P()
+    arg_shardings, result_shardings = result.step.shardings_for(*result.args)
+    assert (
+        arg_shardings[0]['w'].spec == result_shardings['w'].spec == P('fsdp')
+        and arg_shardings[0]['b'].spec == P()
+    )
 
 
 @pytest.mark.medium

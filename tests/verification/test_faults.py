@@ -55,9 +55,9 @@ def test_faults_are_found_and_named(name):
     report = verified(fault)
     assert report.ok != fault.shows, str(report)
     if fault.shows:
-        assert max(each.seeds for each in report.differences) == report.seeds
+        assert max(difference.seeds for difference in report.differences) == report.seeds
         # A program may be another one where values inside are results: then there is what makes it go away.
-        gone = [each.change for each in report.ablations if each.still_differs is False]
+        gone = [ablation.change for ablation in report.ablations if ablation.still_differs is False]
         assert report.first_difference or gone or any(word in str(report) for word in fault.expects), str(
             report
         )
@@ -75,7 +75,7 @@ def test_what_runs_quickly_is_there():
 
 
 def test_at_least_five_faults_are_those_of_the_partitioner_here():
-    assert len([each for each in FAULTS.values() if each.kind == 'partitioner' and each.shows]) >= 5
+    assert len([fault for fault in FAULTS.values() if fault.kind == 'partitioner' and fault.shows]) >= 5
 
 
 @pytest.mark.slow
@@ -92,8 +92,8 @@ def test_a_seeded_fault_is_gone_behind_it(name):
 # Of the others, no operation alone is the first that differs: it is in a loop, or in what a rewrite made.
 ENGINE = [
     name
-    for name, each in FAULTS.items()
-    if each.make.__module__ == 'tests.verification.engine_faults' and each.expects
+    for name, fault in FAULTS.items()
+    if fault.make.__module__ == 'tests.verification.engine_faults' and fault.expects
 ]
 
 

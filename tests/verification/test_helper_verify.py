@@ -47,7 +47,7 @@ NOT_REDUCED = (
 
 
 @pytest.mark.parametrize(
-    ('given', 'error', 'message'),
+    ('verify', 'error', 'message'),
     [
         (lambda: jitted_elsewhere(), ArgumentError, NOT_REDUCED),
         (lambda: jitted_elsewhere(kwargs=True), ArgumentError, NOT_REDUCED),
@@ -91,9 +91,9 @@ NOT_REDUCED = (
         ),
     ],
 )
-def test_what_cannot_be_verified(given, error, message):
+def test_what_cannot_be_verified(verify, error, message):
     with pytest.raises(ScalaxError) as caught:
-        given()
+        verify()
     assert (type(caught.value), str(caught.value)) == (error, message)
 
 
@@ -120,7 +120,9 @@ def test_code_that_holds_the_mesh(helper):
     assert 'helper.verify(make_step)' in '\n'.join(
         [str(caught.value), *getattr(caught.value, '__notes__', ())]
     )
-    assert helper.verify(lambda own: (own.sjit(shard_mapped(own), in_shardings=P('fsdp')), (X,))).ok
+    assert helper.verify(
+        lambda small_helper: (small_helper.sjit(shard_mapped(small_helper), in_shardings=P('fsdp')), (X,))
+    ).ok
 
 
 def shard_mapped(helper):
@@ -180,7 +182,7 @@ def test_json_has_no_numbers_of_its_own():
 def test_the_verdict_of_a_page(report, message, tmp_path):
     page = tmp_path / 'page.html'
     VerificationReport('step', {'fsdp': 8}, results=1, **report).to_html(page)
-    shown = [each for each in ('>equal<', '>differs<', '>not compared<') if each in page.read_text()]
+    shown = [verdict for verdict in ('>equal<', '>differs<', '>not compared<') if verdict in page.read_text()]
     assert shown == [message]
 
 

@@ -22,7 +22,7 @@ def array(*shape: int, dtype: Any = 'float32') -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def whole(*shape: int) -> jax.ShapeDtypeStruct:
+def int_array(*shape: int) -> jax.ShapeDtypeStruct:
     return array(*shape, dtype='int32')
 
 
@@ -36,7 +36,7 @@ def kind_and_bound(domain: ValueDomain) -> tuple[Any, ...]:
 
 # --- Roles -----------------------------------------------------------------------------------------
 
-TABLE, ROWS = array(10, 4), whole(3)
+TABLE, ROWS = array(10, 4), int_array(3)
 
 
 def update(table: jax.Array, x: jax.Array) -> jax.Array:
@@ -58,17 +58,21 @@ def in_blocks(table: jax.Array, x: jax.Array) -> jax.Array:
 INDICES = {
     'rows': (lambda table, x: table[x], ROWS, ('index', 10)),
     'take': (lambda table, x: jnp.take(table, x, axis=1), ROWS, ('index', 4)),
-    'take_along_axis': (lambda table, x: jnp.take_along_axis(table, x[:, None], 1), whole(10), ('index', 4)),
-    'with numbers of rows': (lambda table, x: table[jnp.arange(10), x], whole(10), ('index', 4)),
+    'take_along_axis': (
+        lambda table, x: jnp.take_along_axis(table, x[:, None], 1),
+        int_array(10),
+        ('index', 4),
+    ),
+    'with numbers of rows': (lambda table, x: table[jnp.arange(10), x], int_array(10), ('index', 4)),
     'of other integers': (lambda table, x: table[2 * x + 1], ROWS, ('index', 1)),
     'of a quotient': (lambda table, x: table[x // 3], ROWS, ('index', 10)),
-    'of places': (lambda table, x: table[x + jnp.arange(4)], whole(), ('index', 7)),
+    'of places': (lambda table, x: table[x + jnp.arange(4)], int_array(), ('index', 7)),
     'of squares of places': (
         lambda table, x: table[x + jnp.arange(3) * jnp.arange(3)],
-        whole(),
+        int_array(),
         ('index', 6),
     ),
-    'of parts of places': (lambda table, x: table[x + jnp.arange(7) // 3], whole(), ('index', 4)),
+    'of parts of places': (lambda table, x: table[x + jnp.arange(7) // 3], int_array(), ('index', 4)),
     'of its square': (lambda table, x: table[x * x], ROWS, ('index', 1)),
     'of what is not known': (lambda table, x: table[x + jnp.argmax(table[:5, 0])], ROWS, ('index', 1)),
     'of a difference, clipped': (
@@ -76,31 +80,31 @@ INDICES = {
         ROWS,
         ('integer', 8),
     ),
-    'converted': (lambda table, x: table[x.astype('uint8').T], whole(2, 3), ('index', 10)),
+    'converted': (lambda table, x: table[x.astype('uint8').T], int_array(2, 3), ('index', 10)),
     'where': (lambda table, x: table[jnp.where(x > 2, x, 0)], ROWS, ('index', 10)),
     'of two': (lambda table, x: (table[x], table[:7][x]), ROWS, ('index', 7)),
     'a part': (lambda table, x: table[x[1:], x[:-1]], ROWS, ('index', 4)),
-    'dynamic_slice': (lambda table, x: jax.lax.dynamic_slice_in_dim(table, x, 4), whole(), ('index', 7)),
-    'dynamic_update_slice': (update, whole(), ('index', 7)),
+    'dynamic_slice': (lambda table, x: jax.lax.dynamic_slice_in_dim(table, x, 4), int_array(), ('index', 7)),
+    'dynamic_update_slice': (update, int_array(), ('index', 7)),
     'scatter': (lambda table, x: table.at[x].add(1), ROWS, ('index', 10)),
-    'segment_sum': (lambda table, x: jax.ops.segment_sum(table, x, 6), whole(10), ('index', 6)),
+    'segment_sum': (lambda table, x: jax.ops.segment_sum(table, x, 6), int_array(10), ('index', 6)),
     'one_hot': (lambda table, x: jax.nn.one_hot(x, 7), ROWS, ('index', 7)),
     'in a loop': (
         lambda table, x: jax.lax.scan(lambda i, y: (i, table[y]), 0, x)[1],
-        whole(5, 3),
+        int_array(5, 3),
         ('index', 10),
     ),
-    'carried': (decode, whole(), ('index', 1)),
+    'carried': (decode, int_array(), ('index', 1)),
     'in a gradient': (
         lambda table, x: jax.grad(lambda table: table[x].sum())(table),
         ROWS,
         ('index', 10),
     ),
-    'in blocks': (in_blocks, whole(10), ('index', 2)),
+    'in blocks': (in_blocks, int_array(10), ('index', 2)),
     'lengths': (lambda table, x: jnp.arange(8) < x[:, None], ROWS, ('length', 9)),
     'round': (
         lambda table, x: jax.lax.cond(x == 3, jnp.sin, jnp.cos, table),
-        whole(),
+        int_array(),
         ('index', 4),
     ),
     'last of a length': (
@@ -109,7 +113,7 @@ INDICES = {
         ('length', 4),
     ),
     'divisor': (lambda table, x: table[:3] / x[:, None].astype('float32'), ROWS, ('length', 8)),
-    'steps': (lambda table, x: table * 0.9**x, whole(), ('count', 100)),
+    'steps': (lambda table, x: table * 0.9**x, int_array(), ('count', 100)),
     'segments': (lambda table, x: x[:, None] == x, ROWS, ('integer', 8)),
     'a remainder': (lambda table, x: table[x % 10], ROWS, ('integer', 8)),
 }
@@ -226,13 +230,13 @@ def test_values_differ_along_each_dimension(dtype: str) -> None:
     wide, rest = value.astype('complex64'), other.astype('complex64')
     np.testing.assert_array_equal(wide, again.astype('complex64'))
     assert (wide != rest).any()
-    for each in (wide, wide.T):
-        assert all((np.abs(each[i]) != np.abs(each[i + 1])).any() for i in range(len(each) - 1))
+    for matrix in (wide, wide.T):
+        assert all((np.abs(matrix[i]) != np.abs(matrix[i + 1])).any() for i in range(len(matrix) - 1))
 
 
 def test_leaves_differ() -> None:
-    one, other = sample([TABLE, TABLE], [ValueDomain('number'), ValueDomain('number')], 0)
-    assert (one != other).any()
+    first, second = sample([TABLE, TABLE], [ValueDomain('number'), ValueDomain('number')], 0)
+    assert (first != second).any()
 
 
 def test_values_are_in_their_roles() -> None:
@@ -253,7 +257,7 @@ def test_values_are_in_their_roles() -> None:
     mask = values('mask', None, 'bool')
     assert mask.any(-1).all()
     assert not mask.all()
-    [count] = sample([whole()], [ValueDomain('count', 100)], 0)
+    [count] = sample([int_array()], [ValueDomain('count', 100)], 0)
     assert 3 <= count < 100
 
 
@@ -279,9 +283,9 @@ def test_arrays_of_users_as_they_are_and_varied(rng: np.random.Generator) -> Non
         np.array([1, 2], 'uint32'),
     ]
     kinds = 'number', 'index', 'mask', 'positive', 'key', 'index', 'fraction', 'count', 'key'
-    given = [*map(ValueDomain, kinds)]
-    assert all(one is other for one, other in zip(resample(leaves, given, 0), leaves, strict=True))
-    numbers, index, mask, zeros, key, in_order, fractions, count, raw = resample(leaves, given, 1)
+    domains = [*map(ValueDomain, kinds)]
+    assert all(value is leaf for value, leaf in zip(resample(leaves, domains, 0), leaves, strict=True))
+    numbers, index, mask, zeros, key, in_order, fractions, count, raw = resample(leaves, domains, 1)
     assert (np.sign(numbers) == np.sign(leaves[0])).all()
     assert (numbers != leaves[0]).all()
     np.testing.assert_allclose(numbers / leaves[0], 1, atol=0.2501)

@@ -46,12 +46,12 @@ FUNCTIONS = (loop, branches, until, checkpointed, jnp.linalg.qr, lambda x: jax.n
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize('function', FUNCTIONS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize('function', FUNCTIONS, ids=lambda function: function.__name__)
 def test_without_errors_it_is_what_jax_computes(function, rng):
     x = rng.normal(size=(8, 8)).astype('float32')
     expected = jax.tree.leaves(jax.jit(function)(x))
-    for one, other in zip(evaluated(function, x), expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)
+    for actual_leaf, expected_leaf in zip(evaluated(function, x), expected, strict=True):
+        np.testing.assert_allclose(actual_leaf, expected_leaf, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.medium
@@ -107,8 +107,8 @@ def test_exact_results_have_no_errors(rng):
         return x[n] > 0, n.sum(), jnp.where(n > 2, x, -x)
 
     args = rng.normal(size=(8, 8)).astype('float32'), np.arange(8)
-    for one, other in zip(evaluated(step, *args, scale=100.0), evaluated(step, *args), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for perturbed, plain in zip(evaluated(step, *args, scale=100.0), evaluated(step, *args), strict=True):
+        np.testing.assert_array_equal(perturbed, plain)
 
 
 @pytest.mark.medium
@@ -139,9 +139,9 @@ def test_signs_of_errors_do_not_follow_those_of_values(rng):
         return evaluated(jnp.tanh, x, scale=1.0, seed=seed)[0] - evaluated(jnp.tanh, x)[0]
 
     signs = [np.sign(errors(values, seed)) for values in (x, -x) for seed in (1, 2)]
-    for i, one in enumerate(signs):
-        assert abs(np.mean(one)) < 0.1
-        assert all(abs(np.mean(one * other)) < 0.1 for other in signs[:i])
+    for i, later in enumerate(signs):
+        assert abs(np.mean(later)) < 0.1
+        assert all(abs(np.mean(later * earlier)) < 0.1 for earlier in signs[:i])
 
 
 @pytest.mark.medium
@@ -153,16 +153,16 @@ def test_infinite_and_huge_values_have_no_new_nan():
         np.testing.assert_array_equal(np.isinf(plain), np.isinf(drawn))
 
 
-def test_values_inside_are_kept_by_place(rng):
+def test_values_inside_are_recorded_by_the_path_of_their_equation(rng):
     x = rng.normal(size=(4, 8)).astype('float32')
     jaxpr = jax.make_jaxpr(loop)(x)
     here = [*equation_paths(jaxpr)]
-    [(place, _, calls)] = [each for each in here if each[1].primitive.name == 'tanh']
+    [(path, _, calls)] = [entry for entry in here if entry[1].primitive.name == 'tanh']
 
     def kept(x):
-        evaluation = PerturbedEvaluator(RoundingAnalysis(jaxpr), jnp.float32(0), jnp.uint32(0), {place})
+        evaluation = PerturbedEvaluator(RoundingAnalysis(jaxpr), jnp.float32(0), jnp.uint32(0), {path})
         evaluation.run(jaxpr, [x])
-        return evaluation.recorded[place]
+        return evaluation.recorded[path]
 
     np.testing.assert_allclose(jax.jit(kept)(x)[0], np.tanh(x), rtol=1e-6)
     assert [call.primitive.name for call in calls] == ['scan']

@@ -47,8 +47,8 @@ def arguments():
 
 
 def compiled(helper, function=train_step, **options):
-    given = {'in_shardings': (RULE, P('fsdp')), 'out_shardings': (RULE, P()), 'donate_argnums': 0}
-    return helper.sjit(function, **{**given, **options})
+    defaults = {'in_shardings': (RULE, P('fsdp')), 'out_shardings': (RULE, P()), 'donate_argnums': 0}
+    return helper.sjit(function, **{**defaults, **options})
 
 
 def summed(helper):
@@ -260,8 +260,8 @@ def test_arguments_that_are_alike_do_not_hide_the_verdict(helper):
     names = [f'{first}{second}' for first in 'abcd' for second in 'abcdefgh']
     others = {name: S((4 + i,), 'float32') for i, name in enumerate(names)}
     layers = [S((8, 8), 'float32')] * 90
-    made = helper.sjit(step, in_shardings=(P(), P(), P('fsdp'), P()))
-    report = helper.verify(made, layers, others, S((16, 8), 'float32'), S((4,), 'int32'), seeds=1)
+    compiled_step = helper.sjit(step, in_shardings=(P(), P(), P('fsdp'), P()))
+    report = helper.verify(compiled_step, layers, others, S((16, 8), 'float32'), S((4,), 'int32'), seeds=1)
     text = str(report).splitlines()
     assert text[0].startswith('step on fsdp=4, tp=2 matches one device')
     listed = text[text.index('Values of the arguments:') + 3 :]
@@ -303,10 +303,10 @@ def test_numbers_of_python_in_a_state(helper):
     def step(state, x):
         return {'w': state['w'] * state['rate'], 'rate': state['rate'] * 0.9, 'count': state['count'] + 1}, x
 
-    made = helper.sjit(step, in_shardings=(RULE, P('fsdp')))
+    compiled_step = helper.sjit(step, in_shardings=(RULE, P('fsdp')))
     for count in (0, np.int64(0)):
         state = {'w': np.ones((8, 4), 'float32'), 'rate': 0.5, 'count': count}
-        report = helper.verify(made, state, np.ones((8,), 'float32'), seeds=2, steps=3)
+        report = helper.verify(compiled_step, state, np.ones((8,), 'float32'), seeds=2, steps=3)
         assert report.ok, str(report)
         assert report.steps == 3
 
@@ -316,8 +316,8 @@ def test_numbers_of_8_bits(helper):
     def step(w, x):
         return (x.astype(w.dtype).astype('float32') @ w.astype('float32')).astype(w.dtype) + w[0]
 
-    made = helper.sjit(step, in_shardings=(P(), P('fsdp')))
-    report = helper.verify(made, S((8, 4), jnp.float8_e4m3fn), S((16, 8), 'float32'), seeds=2)
+    compiled_step = helper.sjit(step, in_shardings=(P(), P('fsdp')))
+    report = helper.verify(compiled_step, S((8, 4), jnp.float8_e4m3fn), S((16, 8), 'float32'), seeds=2)
     assert report.ok, str(report)
 
 
@@ -374,11 +374,11 @@ def test_the_first_operation_is_not_one_that_rounds_otherwise(helper):
         )(grads['w'])
         return grads, value
 
-    made = helper.sjit(step, in_shardings=(RULE, P('fsdp')), out_shardings=(RULE, P()))
+    compiled_step = helper.sjit(step, in_shardings=(RULE, P('fsdp')), out_shardings=(RULE, P()))
     params = {'w': S((16, 32), 'float32'), 'v': S((32, 8), 'float32')}
     for seeds in (1, 2, 3):
-        report = helper.verify(made, params, S((32, 16), 'float32'), seeds=seeds)
-        assert [each.path for each in report.differences] == ['0/w']
+        report = helper.verify(compiled_step, params, S((32, 16), 'float32'), seeds=seeds)
+        assert [difference.path for difference in report.differences] == ['0/w']
         assert report.first_difference.primitive == 'shard_map'
 
 
@@ -388,10 +388,10 @@ def test_copies_that_differ(helper):
 
     @helper.sjit(in_shardings=P())
     def step(x):
-        def own(x):
+        def with_an_error_on_one_device(x):
             return x + jnp.where(jax.lax.axis_index('fsdp') == 2, 1.0, 0.0)
 
-        return jax.shard_map(own, in_specs=P(), out_specs=P(), check_vma=False)(x)
+        return jax.shard_map(with_an_error_on_one_device, in_specs=P(), out_specs=P(), check_vma=False)(x)
 
     [difference] = helper.verify(step, S((4,), 'float32'), seeds=1).differences
     assert difference.error == pytest.approx(1.0)
@@ -401,11 +401,11 @@ def test_copies_that_differ(helper):
 def test_exact_values_have_to_be_equal(helper):
     @helper.sjit(in_shardings=P('fsdp'))
     def step(x):
-        def own(x):
+        def on_each_device(x):
             first = jax.lax.axis_index('fsdp') == 3
             return x > 0, x.astype('int32').at[0, 0].add(first.astype('int32'))
 
-        return jax.shard_map(own, in_specs=P('fsdp'), out_specs=P('fsdp'), check_vma=False)(x)
+        return jax.shard_map(on_each_device, in_specs=P('fsdp'), out_specs=P('fsdp'), check_vma=False)(x)
 
     [difference] = helper.verify(step, S((16, 4), 'float32')).differences
     assert (difference.path, difference.error, difference.tolerance) == ('1', 1.0, 0.0)
@@ -415,14 +415,14 @@ def test_exact_values_have_to_be_equal(helper):
 @pytest.mark.medium
 def test_a_count_behind_a_sum_is_off_by_no_more_than_a_few(helper):
     def step(w, x):
-        def own(y):
+        def count(y):
             return jax.lax.psum((y > 0).sum(), 'tp')
 
         y = x @ w
-        return y, jax.shard_map(own, in_specs=P('fsdp'), out_specs=P(), check_vma=False)(y)
+        return y, jax.shard_map(count, in_specs=P('fsdp'), out_specs=P(), check_vma=False)(y)
 
-    made = helper.sjit(step, in_shardings=(P(), P('fsdp')))
-    report = helper.verify(made, S((8, 8), 'float32'), S((64, 8), 'float32'), seeds=1)
+    compiled_step = helper.sjit(step, in_shardings=(P(), P('fsdp')))
+    report = helper.verify(compiled_step, S((8, 8), 'float32'), S((64, 8), 'float32'), seeds=1)
     [difference] = report.differences
     assert difference.path == '1'
     assert difference.error == abs(difference.actual - difference.expected)
@@ -432,17 +432,17 @@ def test_a_count_behind_a_sum_is_off_by_no_more_than_a_few(helper):
 def test_a_difference_of_later_steps(helper):
     def step(state, x):
         count, total = state
-        own = jax.shard_map(
+        device_index = jax.shard_map(
             lambda x: jax.lax.axis_index('fsdp') * jnp.ones(()),
             in_specs=P('fsdp'),
             out_specs=P(),
             check_vma=False,
         )(x)
-        return (count * 2, total + jnp.where(count > 4, own, 0) + x.mean()), x.sum()
+        return (count * 2, total + jnp.where(count > 4, device_index, 0) + x.mean()), x.sum()
 
     state = np.int32(4), np.float32(0)
-    made = helper.sjit(step, in_shardings=(RULE, P('fsdp')), out_shardings=(RULE, P()))
-    report = helper.verify(made, state, np.ones((8, 2), 'float32'), seeds=1, steps=3)
+    compiled_step = helper.sjit(step, in_shardings=(RULE, P('fsdp')), out_shardings=(RULE, P()))
+    report = helper.verify(compiled_step, state, np.ones((8, 2), 'float32'), seeds=1, steps=3)
     [difference] = report.differences
     assert (difference.path, difference.step) == ('0/1', 2)
     assert report.first_difference is None
@@ -452,11 +452,13 @@ def test_a_difference_of_later_steps(helper):
 @pytest.mark.medium
 def test_a_donated_array_is_the_state_of_the_next_step(helper):
     def step(state, x):
-        own = jax.shard_map(lambda x: x.sum(), in_specs=P('fsdp'), out_specs=P(), check_vma=False)(x)
-        return jnp.where(state > 100, own, 200.0)
+        local_sum = jax.shard_map(lambda x: x.sum(), in_specs=P('fsdp'), out_specs=P(), check_vma=False)(x)
+        return jnp.where(state > 100, local_sum, 200.0)
 
-    made = helper.sjit(step, in_shardings=P('fsdp'), out_shardings=P('fsdp'), donate_argnums=0)
-    [difference] = helper.verify(made, np.ones(8, 'float32'), S((8,), 'float32'), seeds=1).differences
+    compiled_step = helper.sjit(step, in_shardings=P('fsdp'), out_shardings=P('fsdp'), donate_argnums=0)
+    [difference] = helper.verify(
+        compiled_step, np.ones(8, 'float32'), S((8,), 'float32'), seeds=1
+    ).differences
     assert difference.step == 2
 
 
@@ -468,15 +470,15 @@ def test_what_raises_on_the_mesh_alone(helper):
         calls.append(1)
         return jax.tree.map(lambda leaf: leaf + x.mean(), state), x.sum()
 
-    made = compiled(helper, step)
+    compiled_step = compiled(helper, step)
 
     def once(state, x):
         if len(calls) > 3:
             raise RuntimeError('Array has been deleted')
         calls.extend([1, 1, 1])
-        return made(state, x)
+        return compiled_step(state, x)
 
-    once.trace = made.trace
+    once.trace = compiled_step.trace
     once.__wrapped__ = step
     report = helper.verify(
         once, {'a': S((8,), 'float32'), 'b': S((8,), 'float32')}, S((16, 4), 'float32'), seeds=1
@@ -490,12 +492,12 @@ def test_what_raises_on_the_mesh_alone(helper):
 @pytest.mark.medium
 def test_values_inside_are_compared_if_asked_for(helper):
     def step(x):
-        own = jax.shard_map(lambda x: x.sum(0), in_specs=P('fsdp'), out_specs=P(), check_vma=False)(x)
-        return x + 0 * own
+        local_sum = jax.shard_map(lambda x: x.sum(0), in_specs=P('fsdp'), out_specs=P(), check_vma=False)(x)
+        return x + 0 * local_sum
 
-    made = helper.sjit(step, in_shardings=P('fsdp'))
-    assert helper.verify(made, S((16, 4), 'float32')).ok
-    report = helper.verify(made, S((16, 4), 'float32'), inside=True)
+    compiled_step = helper.sjit(step, in_shardings=P('fsdp'))
+    assert helper.verify(compiled_step, S((16, 4), 'float32')).ok
+    report = helper.verify(compiled_step, S((16, 4), 'float32'), inside=True)
     assert not report.ok
     assert report.first_difference.primitive == 'shard_map'
     assert 'the results are equal, but intermediate values are not' in str(report)
@@ -527,8 +529,8 @@ def test_a_value_of_a_scan(helper):
 
         return jax.lax.scan(body, x, w)[0]
 
-    made = helper.sjit(step, in_shardings=(P(), P('fsdp')))
-    report = helper.verify(made, S((3, 8, 8), 'float32'), S((16, 8), 'float32'))
+    compiled_step = helper.sjit(step, in_shardings=(P(), P('fsdp')))
+    report = helper.verify(compiled_step, S((3, 8, 8), 'float32'), S((16, 8), 'float32'))
     assert report.first_difference.primitive == 'shard_map'
     assert report.first_difference.difference.array == 'float32[3,16,8]'
     assert len(report.first_difference.difference.index) == 3
@@ -578,7 +580,7 @@ def test_pure_callbacks_are_compared(helper):
 
 
 @pytest.mark.parametrize(
-    ('given', 'message'),
+    ('call', 'message'),
     [
         (lambda h: h.verify(3), 'verify takes a function first, got int'),
         (lambda h: h.verify(h.sjit(jnp.sin)), 'verify got no arguments for sin'),
@@ -602,9 +604,9 @@ def test_pure_callbacks_are_compared(helper):
         (lambda h: assert_equal_to_one_device(jnp.sin, 3), 'give helper=..., because sjit did not make'),
     ],
 )
-def test_bad_input(helper, given, message):
+def test_bad_input(helper, call, message):
     with pytest.raises(ArgumentError, match=message):
-        given(helper)
+        call(helper)
 
 
 def test_a_mesh_of_one_device():

@@ -23,17 +23,19 @@ from tests.verification.fault import (
 )
 
 
-def mapped(helper: MeshShardingHelper, fun: Any, given: tuple[P, ...], out: Any, **options: Any) -> Any:
+def mapped(
+    helper: MeshShardingHelper, fun: Any, in_specs: tuple[P, ...], out_specs: Any, **options: Any
+) -> Any:
     """`jax.shard_map` without the check of what is the same on all devices, as users switch it off."""
     return jax.shard_map(
-        fun, mesh=helper.mesh, in_specs=given, out_specs=out, **{'check_vma': False, **options}
+        fun, mesh=helper.mesh, in_specs=in_specs, out_specs=out_specs, **{'check_vma': False, **options}
     )
 
 
 def _rows(helper: MeshShardingHelper, fun: Any, *args: Any, out: Any = WHOLE) -> Step:
     """A function on the rows of each device: all arguments but the first have rows."""
-    given = (P(), *[P('fsdp')] * (len(args) - 1))
-    return helper.sjit(mapped(helper, fun, given, out), in_shardings=given), args
+    in_specs = (P(), *[P('fsdp')] * (len(args) - 1))
+    return helper.sjit(mapped(helper, fun, in_specs, out), in_shardings=in_specs), args
 
 
 def loss_of_rows(params: Any, x: Any) -> Any:
@@ -79,8 +81,8 @@ def mean_of_means_of_unequal_counts(helper: MeshShardingHelper) -> Step:
     """Parts count alike, however many tokens they have."""
 
     def step(params: Any, x: Any, mask: Any) -> Any:
-        each = jnp.mean(jnp.tanh(x @ params['w']) ** 2, axis=-1)
-        return {'loss': lax.pmean(jnp.sum(each * mask) / jnp.maximum(mask.sum(), 1), 'fsdp')}
+        losses = jnp.mean(jnp.tanh(x @ params['w']) ** 2, axis=-1)
+        return {'loss': lax.pmean(jnp.sum(losses * mask) / jnp.maximum(mask.sum(), 1), 'fsdp')}
 
     mask = (np.arange(16) % 7 < np.arange(16) / 3).astype(np.float32)
     return _rows(helper, step, PARAMS, normal(16, 8), mask)
@@ -104,9 +106,9 @@ def gradient_of_each_row_by_what_all_devices_have(helper: MeshShardingHelper) ->
     def step(params: Any, x: Any) -> Any:
         return jax.vmap(lambda row: jax.grad(lambda w: jnp.sum(jnp.sin(row @ w)))(params['w']))(x)
 
-    given = P(), P('fsdp')
-    fun = mapped(helper, step, given, P('fsdp'), check_vma=True)
-    return helper.sjit(fun, in_shardings=given), (PARAMS, normal(16, 8))
+    in_specs = P(), P('fsdp')
+    fun = mapped(helper, step, in_specs, P('fsdp'), check_vma=True)
+    return helper.sjit(fun, in_shardings=in_specs), (PARAMS, normal(16, 8))
 
 
 @user(('norm',))
@@ -118,9 +120,9 @@ def norm_counts_what_devices_have_in_common(helper: MeshShardingHelper) -> Step:
         norm = jnp.sqrt(lax.psum(squares['w'] + squares['bias'], 'tp'))
         return {'norm': norm, **jax.tree.map(lambda x: x / norm, params)}
 
-    given = ({'w': P(None, 'tp'), 'bias': P()},)
-    fun = mapped(helper, step, given, {'norm': P(), **given[0]})
-    return helper.sjit(fun, in_shardings=given), ({'w': normal(8, 4), 'bias': 3 * normal(16)},)
+    in_specs = ({'w': P(None, 'tp'), 'bias': P()},)
+    fun = mapped(helper, step, in_specs, {'norm': P(), **in_specs[0]})
+    return helper.sjit(fun, in_shardings=in_specs), ({'w': normal(8, 4), 'bias': 3 * normal(16)},)
 
 
 @user(('axis_index',))
@@ -169,9 +171,9 @@ def softmax_over_own_vocabulary(helper: MeshShardingHelper) -> Step:
         target = lax.psum(jnp.sum(jnp.where(is_label, logits, 0), -1), 'tp')
         return {'loss': lax.pmean(jnp.mean(jax.nn.logsumexp(logits, -1) - target), ('fsdp', 'tp'))}
 
-    given = P('tp'), P('fsdp'), P('fsdp')
-    fun = mapped(helper, step, given, P())
-    return helper.sjit(fun, in_shardings=given), (normal(16, 8), normal(8, 8), integers(16, 8))
+    in_specs = P('tp'), P('fsdp'), P('fsdp')
+    fun = mapped(helper, step, in_specs, P())
+    return helper.sjit(fun, in_shardings=in_specs), (normal(16, 8), normal(8, 8), integers(16, 8))
 
 
 @user(('all_gather',))
@@ -181,8 +183,8 @@ def gathered_in_another_order(helper: MeshShardingHelper) -> Step:
     def step(x: Any) -> Any:
         return lax.all_gather(x, ('tp', 'fsdp'), tiled=True)
 
-    given = (P(('fsdp', 'tp')),)
-    return helper.sjit(mapped(helper, step, given, P()), in_shardings=given), (normal(16, 4),)
+    in_specs = (P(('fsdp', 'tp')),)
+    return helper.sjit(mapped(helper, step, in_specs, P()), in_shardings=in_specs), (normal(16, 4),)
 
 
 @user(('mean',))
