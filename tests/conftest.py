@@ -33,9 +33,9 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(scope='module', autouse=True)
 def earlier_objects_frozen() -> None:
-    """Collections look through what the tests of this module have made, and not through all that JAX keeps.
+    """Makes garbage collection fast: it skips objects that are older than the module, such as those of JAX.
 
-    Garbage of the modules before is freed first. What a test of this module drops is freed as ever.
+    Garbage of earlier modules is freed first. Garbage of this module's tests is freed as usual.
     """
     gc.collect()
     gc.freeze()
@@ -43,7 +43,7 @@ def earlier_objects_frozen() -> None:
 
 @pytest.fixture(autouse=True)
 def no_mesh_left_behind() -> Iterator[None]:
-    """A test that left a mesh set would change what the tests after it mean."""
+    """Fails a test that leaves an ambient mesh set, because later tests would run on it."""
     yield
     mesh = jax.sharding.get_abstract_mesh()
     assert mesh.empty, f'the test left an ambient mesh behind: {mesh}'
@@ -60,7 +60,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def browser_without_scripts(tmp_path_factory):
-    """The same for pages that may run no scripts."""
+    """A browser that runs no scripts."""
     from tests.support.browser import browser_or_skip
 
     with browser_or_skip(tmp_path_factory.mktemp('profile'), scripts=False) as browser:

@@ -1,6 +1,6 @@
-"""The public names of scalax, their signatures and what each says of itself, as a text that a person reads.
+"""The public names of scalax, their signatures and first lines of docstrings, as in ``tests/api.txt``.
 
-``python tests/test_api.py`` writes ``tests/api.txt`` anew; what changed is then seen in the diff.
+``python tests/test_api.py`` writes this file anew, so that a diff shows the changes.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def public(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
 def signature(value: Any) -> str:
     try:
         return str(inspect.signature(value))
-    except (TypeError, ValueError):  # some classes of JAX do not say
+    except (TypeError, ValueError):  # some classes of JAX have no signature
         return ''
 
 
@@ -64,7 +64,7 @@ def first_line(value: Any) -> str:
 
 
 def entries(name: str, value: Any) -> Iterator[str]:
-    """A name, and the public members of a class of ours."""
+    """Yields the lines of a name, and of the public members of a class of scalax."""
     if inspect.ismodule(value):
         return
     ours = getattr(value, '__module__', '').startswith('scalax')
@@ -102,7 +102,7 @@ def described() -> str:
 
 @pytest.mark.skipif(sys.version_info < (3, 13), reason='Python before 3.13 writes some signatures otherwise')
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason='JAX before 0.12 shows some defaults otherwise')
-def test_the_public_api_is_what_was_agreed() -> None:
+def test_public_api_equals_the_snapshot() -> None:
     assert described() == SNAPSHOT.read_text(encoding='utf-8')
 
 
@@ -164,8 +164,8 @@ KEYWORDS = {
 
 
 @pytest.mark.parametrize('name', KEYWORDS)
-def test_keywords_have_one_name_and_the_old_ones_are_taken(name):
-    """`tree` and `rules` everywhere; 0.2.5 called them this here and that there."""
+def test_keyword_names_of_0_2_5_are_accepted(name):
+    """All methods take `tree` and `rules`, and also the names that they had in 0.2.5."""
     helper = MeshShardingHelper([4, 2], ['a', 'b'])
     new, old = KEYWORDS[name]
     with helper.get_context():

@@ -61,7 +61,7 @@ def test_repr(helper, text):
 def test_the_helper_is_one_class():
     assert MeshShardingHelper.__mro__ == (MeshShardingHelper, object)
     assert pickle.loads(pickle.dumps(MeshShardingHelper)) is MeshShardingHelper
-    # What a rule may be is said where people look first.
+    # The docstring of the class lists the kinds of rules.
     for kind in ('ShardingRule', 'PartitionSpec', 'NamedSharding', 'None', 'prefix'):
         assert kind in MeshShardingHelper.__doc__
 
@@ -219,7 +219,7 @@ def test_abstract(helper):
     assert jax.tree.map(lambda x: x.sharding, abstract) == helper.match_sharding_rule(RULE, tree)
     assert (abstract['count'].shape, abstract['count'].dtype) == ((), np.int32)
     assert (abstract['rng'].shape, abstract['rng'].dtype) == ((8,), tree['rng'].dtype)
-    # What it makes it takes.
+    # `abstract` accepts its own results.
     assert jax.tree.leaves(helper.abstract(abstract, RULE)) == jax.tree.leaves(abstract)
 
 

@@ -1,7 +1,7 @@
-"""A fault: a step that computes another value on a mesh than on one device. And where all of them are.
+"""Faults are steps that compute another value on a mesh than on one device; `FAULTS` has all of them.
 
-Each is what a user has: a step and its arguments, made for a helper. A helper whose mesh axes all have size 1
-makes the side that is right.
+A fault makes a step and its arguments for a helper, as a user would. The step is right if all mesh axes of
+the helper have size 1.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Fault:
     Attributes:
         name: its name.
         make: makes the step and its arguments for a helper.
-        kind: whose fault it is.
+        kind: who causes the fault.
         expects: what a catalogue must name: paths of results, and operations.
-        source: where it was published; empty for what nobody has.
+        source: where the fault was published; empty if it was not.
         mesh: the axes of the mesh, and their sizes.
         explicit: whether the axes are Explicit.
-        mended_in: the first jaxlib that does not have it any more; empty if all have it.
-        seeded: puts the fault in, for those of scalax.
-        raises: what the error says that it ends with, on one device as well; empty if it ends with none.
+        mended_in: the first jaxlib without the fault; empty if all versions have it.
+        seeded: a context that puts a fault into scalax.
+        raises: text of the error that the step raises, on one device as well; empty if it raises none.
     """
 
     name: str
@@ -61,16 +61,16 @@ class Fault:
 
     @property
     def shows(self) -> bool:
-        """Whether the jaxlib that is installed has it."""
+        """Whether the installed jaxlib has the fault."""
         return not self.mended_in or _numbers(jaxlib.__version__) < _numbers(self.mended_in)
 
     @property
     def is_seeded(self) -> bool:
-        """Whether it is there only while `seeded` puts it in."""
+        """Whether the fault exists only inside the context `seeded`."""
         return self.seeded is not contextlib.nullcontext
 
     def helper(self) -> MeshShardingHelper:
-        """The helper of its mesh."""
+        """A helper for the mesh of the fault."""
         return self._helper([*self.mesh.values()])
 
     def one_device(self) -> MeshShardingHelper:
@@ -89,11 +89,11 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 FAULTS: dict[str, Fault] = {}
 SOUND: dict[str, Fault] = {}
-"""Steps that are right: their results differ by rounding, which may be all there is of them."""
+"""Sound steps: their results differ only by rounding, even where a result consists of rounding errors."""
 
 
 def fault(kind: Kind, expects: tuple[str, ...], **options: Any) -> Callable[[Any], Any]:
-    """Adds a fault that is named as the function that makes its step."""
+    """Registers a fault under the name of the function that makes its step."""
 
     def added(make: Callable[[MeshShardingHelper], Step]) -> Callable[[MeshShardingHelper], Step]:
         name = make.__name__
@@ -129,7 +129,7 @@ def jitted(helper: MeshShardingHelper, fun: Callable[..., Any], *specs: P, **opt
 def seeded(
     expects: tuple[str, ...], *changes: tuple[Any, str, Any], kind: Kind = 'scalax', **options: Any
 ) -> Callable[[Any], Any]:
-    """Adds a fault of scalax: while the step is traced, these attributes of these modules are others."""
+    """Registers a fault of scalax: `changes` replace attributes of modules while the step is traced."""
 
     @contextlib.contextmanager
     def put_in() -> Iterator[None]:
@@ -142,5 +142,5 @@ def seeded(
 
 
 def always(answer: Any) -> Callable[..., Any]:
-    """A function that answers always the same."""
+    """A function that always returns the same answer."""
     return lambda *args, **kwargs: answer

@@ -1,4 +1,4 @@
-"""`scalax._verification.downscale`: a step for a large mesh as a small one, and the caveats of that."""
+"""`scalax._verification.downscale` makes a step for a large mesh small, and names the caveats."""
 
 import dataclasses
 import enum
@@ -18,12 +18,12 @@ from scalax.errors import ArgumentError, MeshError
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PartitionSpec, TreePathShardingRule
 
 P = PartitionSpec
-# However slow the machine is.
+# A time limit that no machine reaches.
 reduced = functools.partial(reduced_within, seconds=1e4)
 
 
 def reduced_args(step_over, args, helper, devices):
-    """Of a step without a configuration."""
+    """Downscales a step that has no configuration."""
     return reduced(lambda small_helper, _: (step_over(small_helper), args), None, helper, devices)
 
 
@@ -39,7 +39,7 @@ def array(*shape, dtype='float32'):
 
 @pytest.fixture
 def smallest(monkeypatch):
-    """No step is so small that smaller ones are not looked for."""
+    """Downscaling searches for smaller steps, however small the step already is."""
     monkeypatch.setattr('scalax._verification.downscale.shrink._SMALL', 0)
 
 
@@ -157,14 +157,14 @@ def test_a_decoder():
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class Unrolled:
     layers: int = 60
     every: int = 3
     width: int = 512
 
 
-def make_written(helper, config):
-    """Layers are written out, and each third one is of another kind."""
+def make_unrolled(helper, config):
+    """A model with unrolled layers, every third of another kind."""
 
     def loss(params, x):
         for i, w in enumerate(params['layers']):
@@ -181,11 +181,11 @@ def make_written(helper, config):
 
 
 @pytest.mark.medium
-def test_layers_that_are_written_out(smallest):
-    result = reduced(make_written, Written(), helper_of(fsdp=64), jax.devices())
+def test_unrolled_layers(smallest):
+    result = reduced(make_unrolled, Unrolled(), helper_of(fsdp=64), jax.devices())
     kinds = [next(iter(layer)) for layer in result.args[0]['layers']]
     assert result.is_faithful and len(kinds) < 20
-    # Each kind, and each that comes after another one.
+    # Both kinds of layers, and all pairs of neighbours.
     expected = {('w', 'w'), ('w', 'other'), ('other', 'w')}
     assert {*itertools.pairwise(kinds)} == expected
 
@@ -203,7 +203,7 @@ def make_dict(helper, config):
 
 
 @pytest.mark.medium
-def test_what_a_rule_shards_stays_sharded_when_it_is_small():
+def test_sharded_parameters_stay_sharded_when_downscaled():
     result = reduced(make_dict, {'width': 2048, 'rows': [512, 3]}, helper_of(fsdp=64), jax.devices())
     assert result.config['width'] <= 64 and result.config['rows'][1] == 3
     arg_shardings, result_shardings = result.step.shardings_for(*result.args)
@@ -214,7 +214,7 @@ def test_what_a_rule_shards_stays_sharded_when_it_is_small():
 
 
 @pytest.mark.medium
-def test_numbers_that_are_no_sizes(smallest):
+def test_configuration_values_that_are_not_sizes(smallest):
     class Kind(enum.IntEnum):
         GATED = 5
 
@@ -248,7 +248,7 @@ def test_relations_of_a_configuration_that_are_checked():
 
 
 @pytest.mark.medium
-def test_code_that_looks_at_sizes_keeps_them(smallest):
+def test_sizes_that_the_code_checks_are_kept(smallest):
     def make(helper, config):
         def loss(w, x):
             y = x @ w
@@ -349,7 +349,7 @@ def test_dimensions_of_arguments(smallest):
 
 
 @pytest.mark.slow
-def test_stacks_and_what_is_read_of_a_batch(smallest):
+def test_stacked_layers_and_slices_of_a_batch(smallest):
     def loss(params, tokens):
         x, _ = jax.lax.scan(lambda x, w: (mlp(w, x), None), params['embed'][tokens[:, :-1]], params['layers'])
         x = x + params['position']
@@ -379,7 +379,7 @@ def heads_in_code(w, x):
 
 
 @pytest.mark.medium
-def test_sizes_in_the_code_stay(smallest):
+def test_hardcoded_sizes_are_kept(smallest):
     args = array(512, 1024), array(2048, 512)
     result = reduced_args(step_of(heads_in_code), args, helper_of(fsdp=64, tp=8), jax.devices())
     assert result.args[0].shape[1] == 1024 and result.args[1].shape[0] < 64

@@ -1,4 +1,4 @@
-"""Faults of XLA, of scalax and of users are found and named; steps that are right are not reported."""
+"""`helper.verify` finds and names faults of XLA, scalax and users, and does not report sound steps."""
 
 import warnings
 
@@ -8,7 +8,7 @@ import pytest
 from scalax.errors import PartitioningWarning, PipelineWarning
 from tests.verification.faults import FAULTS, SOUND
 
-# Of each kind; `make test-all` runs all.
+# Some faults and sound steps of each kind; `make test-all` runs all of them.
 QUICKLY = (
     'counts_of_all_but_the_last',
     'gradient_of_a_depthwise_convolution',
@@ -39,7 +39,8 @@ def named(table):
 def verified(fault):
     with fault.seeded(), warnings.catch_warnings():
         warnings.simplefilter('ignore', PipelineWarning)
-        warnings.simplefilter('error', PartitioningWarning)  # then a seeded fault would not be there
+        # A step that is not partitioned does not run a seeded fault.
+        warnings.simplefilter('error', PartitioningWarning)
         return fault.helper().verify(fault.make)
 
 
@@ -56,7 +57,8 @@ def test_faults_are_found_and_named(name):
     assert report.ok != fault.shows, str(report)
     if fault.shows:
         assert max(difference.seeds for difference in report.differences) == report.seeds
-        # A program may be another one where values inside are results: then there is what makes it go away.
+        # XLA may compile another program, without the fault, if intermediate values are results: then an
+        # ablation that removes the difference is named.
         gone = [ablation.change for ablation in report.ablations if ablation.still_differs is False]
         assert report.first_difference or gone or any(word in str(report) for word in fault.expects), str(
             report
@@ -70,7 +72,7 @@ def test_steps_that_are_right(name):
     assert report.ok, str(report)
 
 
-def test_what_runs_quickly_is_there():
+def test_quick_names_exist():
     assert set(QUICKLY) <= {*FAULTS, *SOUND}
 
 
@@ -82,14 +84,14 @@ def test_at_least_five_faults_are_those_of_the_partitioner_here():
 @pytest.mark.parametrize(
     'name', ['mended_convolution_summed_up_twice', 'numbers_of_the_first_examples_on_all_devices']
 )
-def test_a_seeded_fault_is_gone_behind_it(name):
+def test_seeded_fault_ends_with_its_context(name):
     fault = FAULTS[name]
     assert not verified(fault).ok
     jax.clear_caches()
     assert fault.helper().verify(fault.make).ok
 
 
-# Of the others, no operation alone is the first that differs: it is in a loop, or in what a rewrite made.
+# Faults with one first wrong operation. The others are inside a loop, or in code that a rewrite made.
 ENGINE = [
     name
     for name, fault in FAULTS.items()

@@ -1,4 +1,4 @@
-"""What `helper.verify` and the assertion say about what they cannot do, whole; and their results as JSON."""
+"""The full errors of `helper.verify` and of the assertion, and reports as JSON and as pages."""
 
 import json
 import math
@@ -22,8 +22,8 @@ def helper():
     return MeshShardingHelper([4, 2], ['fsdp', 'tp'])
 
 
-def elsewhere(*sizes):
-    """A helper of devices that are not here."""
+def abstract_helper(*sizes):
+    """A helper for an abstract mesh, without devices."""
     names = ('data', 'fsdp', 'tp', 'sp')[: len(sizes)]
     return MeshShardingHelper.from_mesh(AbstractMesh(sizes, names, (AxisType.Auto,) * len(sizes)))
 
@@ -33,7 +33,7 @@ def double(x):
 
 
 def jitted_elsewhere(kwargs=False):
-    helper = elsewhere(64, 8)
+    helper = abstract_helper(64, 8)
     if kwargs:
         return helper.verify(helper.sjit(double, in_shardings=P('data')), x=X)
     return helper.verify(jax.jit(double), X)
@@ -52,33 +52,33 @@ NOT_REDUCED = (
         (lambda: jitted_elsewhere(), ArgumentError, NOT_REDUCED),
         (lambda: jitted_elsewhere(kwargs=True), ArgumentError, NOT_REDUCED),
         (
-            lambda: elsewhere(4, 4, 4, 4).verify(lambda helper: (helper.sjit(double), (X,))),
+            lambda: abstract_helper(4, 4, 4, 4).verify(lambda helper: (helper.sjit(double), (X,))),
             MeshError,
             'a mesh with the axes of (data=4, fsdp=4, tp=4, sp=4) needs at least 16 devices, 2 along each of '
             'data, fsdp, tp, sp, but there are 8: simulate them with '
             "jax.config.update('jax_num_cpu_devices', 16) before JAX is used",
         ),
         (
-            lambda: elsewhere(64, 8).verify(lambda helper: None),
+            lambda: abstract_helper(64, 8).verify(lambda helper: None),
             ArgumentError,
             '<lambda> is called with a helper, because verify got no arguments for it: it has to return the '
             'step and the tuple of its arguments, got NoneType',
         ),
         (
-            lambda: elsewhere(64, 8).verify(lambda helper: (double, X)),
+            lambda: abstract_helper(64, 8).verify(lambda helper: (double, X)),
             ArgumentError,
             '<lambda> is called with a helper, because verify got no arguments for it: it has to return the '
             'step and the tuple of its arguments, got a tuple of function, ShapeDtypeStruct',
         ),
         (
-            lambda: elsewhere(64, 8).verify(lambda: (double, (X,))),
+            lambda: abstract_helper(64, 8).verify(lambda: (double, (X,))),
             ArgumentError,
             '<lambda> is called with a helper, because verify got no arguments for it, and it does not take '
             'them (too many positional arguments): pass the arguments of a step, or a function that makes '
             'the step for a helper',
         ),
         (
-            lambda: elsewhere(64, 8).verify(lambda helper: (double, (X,)), config=3),
+            lambda: abstract_helper(64, 8).verify(lambda helper: (double, (X,)), config=3),
             ArgumentError,
             '<lambda> is called with a helper and a configuration, because verify got no arguments for it, '
             'and it does not take them (too many positional arguments): pass the arguments of a step, or a '
@@ -91,7 +91,7 @@ NOT_REDUCED = (
         ),
     ],
 )
-def test_what_cannot_be_verified(verify, error, message):
+def test_errors_about_steps_that_cannot_be_verified(verify, error, message):
     with pytest.raises(ScalaxError) as caught:
         verify()
     assert (type(caught.value), str(caught.value)) == (error, message)
@@ -106,11 +106,11 @@ def test_a_step_that_cannot_be_traced_for_a_small_mesh():
         return helper.sjit(step, in_shardings=P('data')), (S((128, 8), 'float32'),)
 
     with pytest.raises((ArgumentError, AssertionError)) as caught:
-        elsewhere(64, 8).verify(make_step)
+        abstract_helper(64, 8).verify(make_step)
     assert 'made for 64' in str(caught.value)
 
 
-def test_code_that_holds_the_mesh(helper):
+def test_step_that_refers_to_the_mesh_of_the_helper(helper):
     def local(x):
         return jax.shard_map(lambda x: x * 2, mesh=helper.mesh, in_specs=P('fsdp'), out_specs=P('fsdp'))(x)
 
@@ -131,15 +131,15 @@ def shard_mapped(helper):
     )(x)
 
 
-def test_a_step_for_a_mesh_that_is_not_here_passes_the_assertion():
+def test_assertion_passes_for_an_abstract_mesh():
     def make_step(helper):
         return helper.sjit(lambda x: jnp.sin(x).sum(0), in_shardings=P('data')), (S((4096, 64), 'float32'),)
 
-    assert_equal_to_one_device(make_step, helper=elsewhere(64, 8), seeds=1)
+    assert_equal_to_one_device(make_step, helper=abstract_helper(64, 8), seeds=1)
 
 
 @pytest.mark.medium
-def test_the_assertion_is_the_report(helper):
+def test_assertion_error_contains_the_report(helper):
     step = helper.sjit(
         lambda x: jax.shard_map(jnp.sum, in_specs=P('fsdp'), out_specs=P(), check_vma=False)(x),
         in_shardings=P('fsdp'),
@@ -156,7 +156,7 @@ def test_the_assertion_is_the_report(helper):
 DIFFERENCE = Difference('loss', 'float32[]', P(), math.inf, 1e-7, (), math.nan, 1.25)
 
 
-def test_json_has_no_numbers_of_its_own():
+def test_json_has_strings_for_nonfinite_and_complex_numbers():
     def refused(text):
         raise AssertionError(f'{text} is not JSON')
 
@@ -207,6 +207,6 @@ def test_values_are_shown_with_the_digits_that_differ():
         ({'interrupted': True}, 'was not compared: 0 consecutive steps, 0 seeds'),
     ],
 )
-def test_what_was_not_compared_is_not_said_to_be_equal(report, message):
+def test_results_that_were_not_compared_are_not_reported_as_equal(report, message):
     report = VerificationReport('step', {'fsdp': 8}, results=3, **report)
     assert not report.ok and report.to_text(200).splitlines()[0] == f'step on fsdp=8 {message}'

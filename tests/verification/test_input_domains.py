@@ -34,7 +34,7 @@ def kind_and_bound(domain: ValueDomain) -> tuple[Any, ...]:
     return (domain.kind,) if domain.bound is None else (domain.kind, domain.bound)
 
 
-# --- Roles -----------------------------------------------------------------------------------------
+# --- Domains ---------------------------------------------------------------------------------------
 
 TABLE, ROWS = array(10, 4), int_array(3)
 
@@ -44,12 +44,12 @@ def update(table: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def decode(table: jax.Array, x: jax.Array) -> jax.Array:
-    """Looks up a row in each round; the first one is given."""
+    """Looks up a row in each iteration, first the row x."""
     return jax.lax.scan(lambda i, _: (i + 1, table[i]), x, None, 3)[1]
 
 
 def in_blocks(table: jax.Array, x: jax.Array) -> jax.Array:
-    """Two rows are looked up in each of five pairs of rows."""
+    """Looks up two rows in each of five blocks of two rows."""
     return jax.vmap(lambda rows, i: rows[i])(
         table.reshape(5, 2, 4), x.reshape(5, 2) - 2 * jnp.arange(5)[:, None]
     )
@@ -120,7 +120,7 @@ INDICES = {
 
 
 @pytest.mark.parametrize('name', INDICES)
-def test_integers_by_where_they_are_looked_up(name: str) -> None:
+def test_domains_of_integers(name: str) -> None:
     function, integers, expected = INDICES[name]
     [_, domain] = domains_in(function, TABLE, integers)
     assert kind_and_bound(domain) == expected
@@ -145,7 +145,7 @@ FLOATS = {
 
 
 @pytest.mark.parametrize('name', FLOATS)
-def test_floats_by_what_is_computed_of_them(name: str) -> None:
+def test_domains_of_floats(name: str) -> None:
     function, expected = FLOATS[name]
     [domain] = domains_in(function, TABLE)
     assert domain.kind == expected
@@ -156,7 +156,7 @@ def test_numbers_of_several_dimensions_are_within_each() -> None:
     assert [domain.bound for domain in domains[1:]] == [4, 4]
 
 
-def test_where_all_is_taken_nothing_is_looked_up() -> None:
+def test_full_slices_are_not_lookups() -> None:
     [_, domain] = domains_in(jax.vmap(lambda table, x: table[x], (None, 0)), TABLE, ROWS)
     assert kind_and_bound(domain) == ('index', 10)
 
@@ -170,7 +170,7 @@ def test_keys_and_masks() -> None:
     assert [domain.kind for domain in domains_in(step, key, raw, mask)] == ['key', 'key', 'mask']
 
 
-def test_a_role_says_why() -> None:
+def test_domain_has_a_reason() -> None:
     def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
         return table[tokens]
 
@@ -239,7 +239,7 @@ def test_leaves_differ() -> None:
     assert (first != second).any()
 
 
-def test_values_are_in_their_roles() -> None:
+def test_sampled_values_are_in_their_domains() -> None:
     shape = (50, 40)
 
     def values(kind: Any, bound: int | None = None, dtype: str = 'int32') -> np.ndarray:
@@ -263,7 +263,7 @@ def test_values_are_in_their_roles() -> None:
 
 @pytest.mark.medium
 @pytest.mark.parametrize('impl', ['threefry2x32', 'rbg'])
-def test_keys_are_of_their_generator(impl: str) -> None:
+def test_sampled_keys_have_the_implementation_of_the_argument(impl: str) -> None:
     keys = jax.random.split(jax.random.key(0, impl=impl), 3)
     [value] = sample([jax.ShapeDtypeStruct(keys.shape, keys.dtype)], [ValueDomain('key')], 0)
     assert (value.shape, value.dtype) == (keys.shape, keys.dtype)
@@ -302,7 +302,7 @@ def test_arrays_of_users_as_they_are_and_varied(rng: np.random.Generator) -> Non
     assert (raw != leaves[8]).any()
 
 
-def test_numbers_of_python_stay_such() -> None:
+def test_python_scalars_keep_their_type() -> None:
     avals = jax.make_jaxpr(lambda rate, count, x: rate * count * x)(1.0, 2, TABLE).in_avals
     rate, count, x = sample(
         avals, [ValueDomain('number'), ValueDomain('count', 100), ValueDomain('number')], 0
@@ -327,8 +327,8 @@ INTEGERS = {
 }
 
 
-def of_model(name: str) -> tuple[Any, Any, list[ValueDomain]]:
-    """The step of a model, its arguments, and their roles."""
+def model_domains(name: str) -> tuple[Any, Any, list[ValueDomain]]:
+    """The step of a model, its arguments, and their domains."""
     model = MODELS[name]
     step, args = training_step(model, model.loss), arguments(model, 8 * model.rows)
     return step, args, domains_in(step, *args)
@@ -338,14 +338,14 @@ def of_model(name: str) -> tuple[Any, Any, list[ValueDomain]]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize('name', INTEGERS)
 def test_integers_of_models(name: str) -> None:
-    _, args, domains = of_model(name)
+    _, args, domains = model_domains(name)
     batch = jax.tree.unflatten(jax.tree.structure(args), domains)[1]
     integers = {key: domain.bound for key, domain in batch.items() if domain.bound is not None}
     assert integers == INTEGERS[name]
 
 
 def assert_finite(name: str, seed: int) -> None:
-    step, args, domains = of_model(name)
+    step, args, domains = model_domains(name)
     leaves, structure = jax.tree.flatten(args)
     values = jax.tree.unflatten(structure, sample(leaves, domains, seed))
     results = jax.jit(step, compiler_options=QUICKLY)(*values)

@@ -47,7 +47,7 @@ FUNCTIONS = (loop, branches, until, checkpointed, jnp.linalg.qr, lambda x: jax.n
 
 @pytest.mark.medium
 @pytest.mark.parametrize('function', FUNCTIONS, ids=lambda function: function.__name__)
-def test_without_errors_it_is_what_jax_computes(function, rng):
+def test_evaluation_without_perturbation_matches_jax(function, rng):
     x = rng.normal(size=(8, 8)).astype('float32')
     expected = jax.tree.leaves(jax.jit(function)(x))
     for actual_leaf, expected_leaf in zip(evaluated(function, x), expected, strict=True):
@@ -61,7 +61,7 @@ def test_the_errors_of_a_sum_are_like_those_of_other_orders(rng):
     orders = [abs(float(np.add.accumulate(rng.permutation(x))[-1]) - exact) for _ in range(64)]
     [plain] = evaluated(jnp.sum, x)
     drawn = [abs(float(evaluated(jnp.sum, x, scale=1.0, seed=seed)[0]) - float(plain)) for seed in range(8)]
-    # One after the other is the worst order there is; a compiler adds up in a tree.
+    # Sequential summation has the largest errors; compilers sum in a tree.
     assert max(orders) / 30 < max(drawn) < max(orders) * 3
 
 
@@ -97,7 +97,7 @@ def test_products_in_bfloat16_are_uncertain_by_its_unit(rng):
         (lambda x, n, key: jax.lax.while_loop(lambda i: i < n[0], lambda i: i + 1, 0), False),
     ],
 )
-def test_what_is_exact(function, expected):
+def test_rounding_analysis_finds_exact_results(function, expected):
     jaxpr = jax.make_jaxpr(function)(S((4, 4), 'float32'), S((4,), 'int32'), jax.random.key(0))
     assert RoundingAnalysis(jaxpr).rounded_results == [expected]
 
@@ -122,7 +122,7 @@ def test_exact_results_have_no_errors(rng):
     ],
 )
 def test_terms_that_cancel_exactly_have_independent_errors(function, rng):
-    # Where the compiler fuses one of two products with their sum, it does not round it.
+    # A compiler that fuses a product with the sum does not round this product.
     x = rng.uniform(1, 2, size=(8, 64)).astype('float32')
     total, term = evaluated(function, x)
     assert not total.any()

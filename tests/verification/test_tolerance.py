@@ -17,7 +17,7 @@ def test_the_largest_error_and_the_mean():
 
 
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite(value):
+def test_nonfinite_values(value):
     same = np.asarray([1.0, value])
     assert error_stats(same, same.copy()) == ErrorStats()
     assert error_stats(np.asarray([1.0, 2.0]), same).largest == math.inf
@@ -56,7 +56,7 @@ def test_many_small_errors_are_seen_beside_a_large_one_that_was_drawn(rng):
     assert not limit.covers(error_stats(value * 1.3, value))
 
 
-def test_squares_of_what_is_nothing_but_rounding(rng):
+def test_squares_of_rounding_errors(rng):
     noise, other = rng.normal(size=(2, 8)) * 1e-8
     limit = tolerance_for(error_stats(other**2, noise**2), noise**2, is_rounded=True)
     assert limit.covers(error_stats((4 * other) ** 2, noise**2))

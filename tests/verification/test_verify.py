@@ -1,4 +1,4 @@
-"""Steps on a mesh beside one device: what users give, what they get."""
+"""`helper.verify` compares a step on a mesh with one device: its arguments, reports and errors."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ def compiled(helper, function=train_step, **options):
 
 
 def summed(helper):
-    """Devices add up their own rows alone."""
+    """A wrong step: devices sum their local rows, and the sums are not reduced over the mesh."""
 
     @helper.sjit(in_shardings=(P(), P('fsdp')))
     def total(w, x):
@@ -69,7 +69,7 @@ def summed(helper):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
-def test_a_training_step(axis_type):
+def test_training_step_matches_one_device(axis_type):
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=axis_type)
     if axis_type is AxisType.Explicit:
         step, args = (
@@ -84,7 +84,7 @@ def test_a_training_step(axis_type):
 
 
 @pytest.mark.medium
-def test_it_counts_what_it_compares(helper):
+def test_report_counts_results_seeds_and_steps(helper):
     report = helper.verify(compiled(helper), *arguments(), seeds=2, steps=3)
     assert (report.ok, report.results, report.seeds, report.steps) == (True, 8, 2, 3)
     assert str(report).startswith(
@@ -94,7 +94,7 @@ def test_it_counts_what_it_compares(helper):
 
 
 @pytest.mark.medium
-def test_values_of_the_user_are_taken(helper):
+def test_concrete_arguments_keep_their_values(helper):
     seen = []
 
     def step(x, count, key, on):
@@ -105,7 +105,7 @@ def test_values_of_the_user_are_taken(helper):
     report = helper.verify(helper.sjit(step, in_shardings=P()), *values, seeds=2)
     assert report.ok, str(report)
     jax.effects_barrier()
-    # Called on the mesh, and not on one device, where the step runs several times.
+    # The callback is called on the mesh, and not on one device, where the step runs several times.
     assert len(seen) == 2
     assert (seen[0][0] == 3.0).all() and int(seen[0][1]) == 7 and bool(seen[0][2])
 
@@ -239,7 +239,7 @@ def sum_along_another_axis(x):
 
 
 @pytest.mark.medium
-def test_a_step_that_is_a_shard_map_has_a_line(helper):
+def test_first_difference_in_a_shard_map_has_its_source_line(helper):
     mapped = helper.shard_map(sum_along_another_axis, P('fsdp'), P(), check_vma=False)
     report = helper.verify(helper.sjit(mapped, in_shardings=P('fsdp')), S((16, 8), 'float32'), seeds=1)
     assert not report.ok
@@ -253,7 +253,7 @@ def test_a_step_that_is_a_shard_map_has_a_line(helper):
 
 
 @pytest.mark.slow
-def test_arguments_that_are_alike_do_not_hide_the_verdict(helper):
+def test_table_of_many_arguments_is_shortened(helper):
     def step(layers, others, x, rows):
         return sum(w.sum() for w in layers) + sum(leaf.sum() for leaf in others.values()) + x[rows].sum()
 
@@ -293,13 +293,13 @@ def test_other_meshes(shape):
 
 
 @pytest.mark.medium
-def test_what_divides_unevenly(helper):
+def test_dimensions_that_do_not_divide(helper):
     helper = MeshShardingHelper.from_mesh(helper.mesh, on_indivisible='replicate')
     assert helper.verify(helper.sjit(jnp.cumsum, in_shardings=P('fsdp')), S((7, 3), 'float32')).ok
 
 
 @pytest.mark.medium
-def test_numbers_of_python_in_a_state(helper):
+def test_python_scalars_in_a_state(helper):
     def step(state, x):
         return {'w': state['w'] * state['rate'], 'rate': state['rate'] * 0.9, 'count': state['count'] + 1}, x
 
@@ -312,7 +312,7 @@ def test_numbers_of_python_in_a_state(helper):
 
 
 @pytest.mark.medium
-def test_numbers_of_8_bits(helper):
+def test_float8_weights(helper):
     def step(w, x):
         return (x.astype(w.dtype).astype('float32') @ w.astype('float32')).astype(w.dtype) + w[0]
 
@@ -322,7 +322,7 @@ def test_numbers_of_8_bits(helper):
 
 
 @pytest.mark.medium
-def test_types_that_follow_from_shardings_of_arguments():
+def test_explicit_axis_types_take_shardings_from_arguments():
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'], axis_types=AxisType.Explicit)
 
     @helper.sjit(in_shardings=(P(), P('fsdp')))
@@ -346,7 +346,7 @@ def test_results_without_elements(helper):
 
 
 @pytest.mark.medium
-def test_a_difference_is_named(helper):
+def test_report_names_the_result_that_differs(helper):
     step, args = summed(helper)
     report = helper.verify(step, *args)
     assert not report.ok
@@ -366,7 +366,7 @@ def test_a_difference_is_named(helper):
 
 
 @pytest.mark.slow
-def test_the_first_operation_is_not_one_that_rounds_otherwise(helper):
+def test_first_difference_is_not_an_operation_with_other_rounding(helper):
     def step(params, x):
         value, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(x @ p['w']) @ p['v']) ** 2))(params)
         grads['w'] = jax.shard_map(
@@ -383,8 +383,8 @@ def test_the_first_operation_is_not_one_that_rounds_otherwise(helper):
 
 
 @pytest.mark.medium
-def test_copies_that_differ(helper):
-    """Devices disagree on a replicated result, and the first one happens to be right."""
+def test_replicated_results_that_differ_between_devices(helper):
+    """Devices have different values of a replicated result, and the first device has the right value."""
 
     @helper.sjit(in_shardings=P())
     def step(x):
@@ -413,7 +413,7 @@ def test_exact_values_have_to_be_equal(helper):
 
 
 @pytest.mark.medium
-def test_a_count_behind_a_sum_is_off_by_no_more_than_a_few(helper):
+def test_integers_computed_from_rounded_sums_have_a_tolerance(helper):
     def step(w, x):
         def count(y):
             return jax.lax.psum((y > 0).sum(), 'tp')
@@ -429,7 +429,7 @@ def test_a_count_behind_a_sum_is_off_by_no_more_than_a_few(helper):
 
 
 @pytest.mark.medium
-def test_a_difference_of_later_steps(helper):
+def test_difference_in_a_later_step(helper):
     def step(state, x):
         count, total = state
         device_index = jax.shard_map(
@@ -450,7 +450,7 @@ def test_a_difference_of_later_steps(helper):
 
 
 @pytest.mark.medium
-def test_a_donated_array_is_the_state_of_the_next_step(helper):
+def test_donated_argument_becomes_the_state_of_the_next_step(helper):
     def step(state, x):
         local_sum = jax.shard_map(lambda x: x.sum(), in_specs=P('fsdp'), out_specs=P(), check_vma=False)(x)
         return jnp.where(state > 100, local_sum, 200.0)
@@ -463,7 +463,7 @@ def test_a_donated_array_is_the_state_of_the_next_step(helper):
 
 
 @pytest.mark.medium
-def test_what_raises_on_the_mesh_alone(helper):
+def test_step_that_raises_only_on_the_mesh(helper):
     calls = []
 
     def step(state, x):
@@ -490,7 +490,7 @@ def test_what_raises_on_the_mesh_alone(helper):
 
 
 @pytest.mark.medium
-def test_values_inside_are_compared_if_asked_for(helper):
+def test_inside_compares_intermediate_values(helper):
     def step(x):
         local_sum = jax.shard_map(lambda x: x.sum(0), in_specs=P('fsdp'), out_specs=P(), check_vma=False)(x)
         return x + 0 * local_sum
@@ -504,7 +504,7 @@ def test_values_inside_are_compared_if_asked_for(helper):
 
 
 @pytest.mark.medium
-def test_values_inside_that_cannot_be_compared(helper):
+def test_inside_needs_a_compiled_step(helper):
     placed = helper.shard(np.arange(32.0).reshape(8, 4), P('fsdp'))
 
     def step(x):
@@ -518,7 +518,7 @@ def test_values_inside_that_cannot_be_compared(helper):
 
 
 @pytest.mark.slow
-def test_a_value_of_a_scan(helper):
+def test_first_difference_inside_a_scan(helper):
     def step(w, x):
         def body(h, w):
             h = jnp.tanh(h @ w)
@@ -539,21 +539,21 @@ def test_a_value_of_a_scan(helper):
 # --- What cannot be compared ------------------------------------------------------------------------
 
 
-def test_what_is_not_finite(helper):
+def test_nonfinite_results_are_not_compared(helper):
     step = helper.sjit(lambda x: (jnp.log(-jnp.abs(x) - 1), x), in_shardings=P('fsdp'))
     report = helper.verify(step, S((8, 4), 'float32'))
     assert (report.ok, report.nonfinite, report.differences) == (False, ('0',), ())
     assert 'not finite on one device: 0' in str(report)
 
 
-def test_what_is_not_deterministic(helper):
+def test_nondeterministic_results_are_not_compared(helper):
     rng = np.random.default_rng(0)
     step = helper.sjit(lambda x: (x + rng.normal(), 2 * x), in_shardings=P('fsdp'))
     report = helper.verify(step, S((8, 4), 'float32'))
     assert (report.ok, report.nondeterministic, report.differences) == (False, ('0',), ())
 
 
-def test_a_callback_that_is_not_deterministic(helper):
+def test_results_of_a_nondeterministic_callback_are_not_compared(helper):
     rng = np.random.default_rng(0)
 
     def noise(x):
@@ -619,7 +619,7 @@ def test_a_mesh_of_one_device():
 
 
 @pytest.mark.slow
-def test_the_assertion(helper):
+def test_assert_equal_to_one_device(helper):
     step, args = summed(helper)
     with pytest.raises(AssertionError, match='total on fsdp=4, tp=2 does not match one device'):
         assert_equal_to_one_device(step, *args)
@@ -641,7 +641,7 @@ def test_json_and_pages(helper, tmp_path):
 
 
 @pytest.mark.medium
-def test_what_ctrl_c_leaves(helper, monkeypatch):
+def test_keyboard_interrupt_returns_a_partial_report(helper, monkeypatch):
     calls = []
     differing = compare.Comparison.run
 
@@ -686,7 +686,7 @@ def large():
 
 @pytest.mark.medium
 @pytest.mark.parametrize('by', ['config', 'maker', 'arguments'])
-def test_a_step_for_many_devices(by):
+def test_step_for_many_devices_is_downscaled(by):
     helper = large()
     step, args = make_large(helper)
     report = {
@@ -700,7 +700,7 @@ def test_a_step_for_many_devices(by):
     assert '16384 -> ' in report.downscaling[1]
 
 
-def test_keywords_cannot_be_made_small():
+def test_keyword_arguments_cannot_be_downscaled():
     helper = large()
     step, (w, x) = make_large(helper)
     with pytest.raises(ArgumentError, match='has to be downscaled'):

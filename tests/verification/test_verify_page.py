@@ -1,4 +1,4 @@
-"""The reports that docs/verify.md and docs/testing.md show are what is printed, but for numbers."""
+"""The reports in docs/verify.md and docs/testing.md equal the printed reports, except for numbers."""
 
 import contextlib
 import io
@@ -12,13 +12,13 @@ from tests.support.docs_blocks import read_blocks
 
 
 def words(text: str) -> list[str]:
-    """A report without the values of its numbers, and without what they are aligned by."""
+    """The words of a report, with placeholders for its numbers and without the dashes of its tables."""
     return re.sub(r'[\d.]+(e-\d+)?', '#', text.replace('-', '')).split()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['verify.md', 'testing.md'])
-def test_the_report_of_the_page_is_what_is_printed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_in_the_docs_equals_the_printed_report(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('COLUMNS', '120')
     blocks = read_blocks((ROOT / 'docs' / name).read_text(encoding='utf-8'))
     number = next(i for i, block in enumerate(blocks) if 'does not match one device' in block.text)
