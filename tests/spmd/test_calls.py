@@ -125,9 +125,9 @@ CALLS = {
 
 @pytest.mark.medium
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize('made', CALLS.values(), ids=CALLS)
-def test_functions_and_calls_of_all_kinds(made):
-    step, args, kwargs = made()
+@pytest.mark.parametrize('create', CALLS.values(), ids=CALLS)
+def test_functions_and_calls_of_all_kinds(create):
+    step, args, kwargs = create()
     step.clear_cache()  # equal functions share what they have traced
     result = step(*args, **kwargs)
     np.testing.assert_allclose(result, EXPECTED, rtol=1e-5, atol=1e-5)

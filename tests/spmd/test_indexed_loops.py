@@ -112,20 +112,20 @@ OTHERS = {
 
 
 @jax.custom_vjp
-def taken(x, i):
+def indexed(x, i):
     return jnp.tanh(x[i])
 
 
-def taken_forward(x, i):
-    return taken(x, i), (x, i)
+def indexed_forward(x, i):
+    return indexed(x, i), (x, i)
 
 
-def taken_backward(saved, gradient):
+def indexed_backward(saved, gradient):
     x, i = saved
     return jnp.zeros_like(x).at[i].set(3 * gradient), None
 
 
-taken.defvjp(taken_forward, taken_backward)
+indexed.defvjp(indexed_forward, indexed_backward)
 
 
 @jax.custom_jvp
@@ -192,7 +192,7 @@ def test_examples_in_another_order_are_reported(name):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize('take', [taken, looked_up])
+@pytest.mark.parametrize('take', [indexed, looked_up])
 def test_a_custom_gradient_is_kept(take):
     """Also where the gradient is taken of the rewritten function."""
 

@@ -65,7 +65,7 @@ def gathered(out, order, count):
     return out[jnp.argsort(order)]
 
 
-def taken(out, order, count):
+def gathered_by_take(out, order, count):
     del count
     return jnp.take(out, jnp.argsort(order), axis=0)
 
@@ -205,7 +205,7 @@ FORMS = {
     'sorted with numbers': functools.partial(experts, sort=sorted_with),
     'segments': functools.partial(experts, count_of=segments),
     'added': functools.partial(experts, count_of=added),
-    'taken': functools.partial(experts, back=taken),
+    'take': functools.partial(experts, back=gathered_by_take),
     'scattered': functools.partial(experts, back=scattered),
     'put back': functools.partial(experts, back=put_back),
     'by scattered numbers': functools.partial(experts, back=by_scattered_numbers),

@@ -38,7 +38,7 @@ def sgd(w, x):
     return jax.tree.map(lambda a, g: a - 0.1 * g, w, gradient), value
 
 
-def made(fun=sgd, mesh=FSDP, specs=SPECS, **options):
+def partitioned_step(fun=sgd, mesh=FSDP, specs=SPECS, **options):
     specs = [state_spec(leaf.shape, size=mesh['fsdp']) for leaf in jax.tree.leaves(W)]
     return partitioned(fun, W, X, mesh, result_specs=[*specs, P()], options=BatchPartitioning(**options))
 
@@ -57,7 +57,7 @@ GATHERS = 2 * WEIGHTS - 1
 
 
 def test_by_default_weights_are_gathered_twice_in_their_dtype_and_gradients_reduced_once():
-    step, run = made()
+    step, run = partitioned_step()
     assert collective_counts(step) == {
         ('all_gather', 'weight', 'float32'): GATHERS,
         ('reduce_scatter', 'gradient', 'float32'): WEIGHTS,
@@ -72,7 +72,7 @@ def rounded(w):
 
 @pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
 def test_weights_are_gathered_in_the_dtype_of_parameters(mesh):
-    step, run = made(mesh=mesh, param_dtype=jnp.bfloat16)
+    step, run = partitioned_step(mesh=mesh, param_dtype=jnp.bfloat16)
     weights = {key: count for key, count in collective_counts(step).items() if key[1] == 'weight'}
     assert weights == {('all_gather', 'weight', 'bfloat16'): GATHERS}
     assert {key[2] for key in collective_counts(step) if key[1] == 'gradient'} == {'float32'}
@@ -113,7 +113,7 @@ def test_state_that_does_not_meet_examples_is_not_rounded():
 @pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
 @pytest.mark.parametrize('dtype, tolerance', [('bfloat16', 2e-3), ('float32', 1e-5)])
 def test_gradients_are_reduced_in_a_dtype(mesh, dtype, tolerance):
-    step, run = made(mesh=mesh, reduce_dtype=dtype)
+    step, run = partitioned_step(mesh=mesh, reduce_dtype=dtype)
     counts = collective_counts(step)
     assert {key[2] for key in counts if key[1] == 'gradient'} == {dtype}
     assert counts['reduce_scatter', 'gradient', dtype] == WEIGHTS
@@ -138,7 +138,7 @@ def test_gradients_of_narrow_products_are_reduced_in_a_wide_dtype():
 
 
 def test_weights_are_kept_for_the_backward_pass():
-    step, run = made(reshard_after_forward=False)
+    step, run = partitioned_step(reshard_after_forward=False)
     counts = collective_counts(step)
     assert counts['all_gather', 'weight', 'float32'] == 2  # all layers at once, and the head
     assert counts['reduce_scatter', 'gradient', 'float32'] == WEIGHTS

@@ -105,7 +105,9 @@ def mixed(x):
     return jnp.fft.fft(x, axis=0).real
 
 
-AGAIN = {name: (lambda x, place=place: place(mixed(x), ROWS)) for name, place in PLACED.items()}
+AGAIN = {
+    name: (lambda x, constrain=constrain: constrain(mixed(x), ROWS)) for name, constrain in PLACED.items()
+}
 AGAIN['annotation'] = lambda x: with_sharding_annotation(mixed(x), 'rows')
 BEHIND = {
     'products': lambda w, x: jnp.tanh(x @ w) @ w,

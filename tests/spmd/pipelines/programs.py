@@ -71,11 +71,11 @@ PROGRAMS: dict[str, Program] = {}
 REFUSED: dict[str, Program] = {}
 
 
-def program(found: dict[str, Program] = PROGRAMS, **how: Any) -> Callable[[Loss], Loss]:
+def program(table: dict[str, Program] = PROGRAMS, **how: Any) -> Callable[[Loss], Loss]:
     """Adds a program that is named as its loss."""
 
     def added(loss: Loss) -> Loss:
-        found[loss.__name__] = Program(loss, **how)
+        table[loss.__name__] = Program(loss, **how)
         return loss
 
     return added
@@ -133,12 +133,12 @@ def everything(params: Any, batch: Any, key: Any) -> Any:
 
     def layer(carried: Any, w: Any) -> tuple[Any, None]:
         x, y, count, key, total, scale = carried
-        key, own = jax.random.split(key)
-        x = jnp.where(jax.random.bernoulli(own, 0.8, x.shape), block(x, w), 0) / 0.8
+        key, layer_key = jax.random.split(key)
+        x = jnp.where(jax.random.bernoulli(layer_key, 0.8, x.shape), block(x, w), 0) / 0.8
         return (x, y * 0.9 + x * (1 + count), count + 1, key, total + jnp.sum(x * x), scale * 1.1), None
 
-    x, one = entered(params, batch), jnp.ones(())
-    first = x, x / 2, jnp.int32(0), key, one, one
+    x, unit = entered(params, batch), jnp.ones(())
+    first = x, x / 2, jnp.int32(0), key, unit, unit
     (x, y, count, key, total, scale), _ = jax.lax.scan(layer, first, params['layers'])
     return error(params, (x + y) / scale, batch) + 1e-3 * total + count + jax.random.normal(key)
 
@@ -157,8 +157,8 @@ def a_key_for_each_row(params: Any, batch: Any, key: Any) -> Any:
     def of_row(x: Any, key: Any) -> Any:
         def layer(carried: Any, w: Any) -> tuple[Any, None]:
             x, key = carried
-            key, own = jax.random.split(key)
-            return (block(x, w) * jax.random.bernoulli(own, 0.8, x.shape), key), None
+            key, layer_key = jax.random.split(key)
+            return (block(x, w) * jax.random.bernoulli(layer_key, 0.8, x.shape), key), None
 
         return jax.lax.scan(layer, (x @ params['inward'], key), params['layers'])[0][0]
 
@@ -224,10 +224,10 @@ def outputs_of_layers(params: Any, batch: Any, key: Any) -> Any:
         )
         return x, (x, jnp.mean(x, (0, 1)), jnp.sum(w['up'] ** 2), total)
 
-    x, (each, means, norms, totals) = jax.lax.scan(layer, entered(params, batch), params['layers'])
+    x, (hidden, means, norms, totals) = jax.lax.scan(layer, entered(params, batch), params['layers'])
     return (
         error(params, x, batch)
-        + jnp.mean(jnp.max(each, 0))
+        + jnp.mean(jnp.max(hidden, 0))
         + jnp.sum(means**3)
         + 1e-2 * jnp.sum(norms)
         + jnp.mean(totals**2)
@@ -264,8 +264,8 @@ def caches(params: Any, batch: Any, key: Any) -> Any:
     """A token is decoded: a stack with rows that layers read and write."""
     cache = jnp.zeros((LAYERS, ROWS, LENGTH, WIDTH)).at[:, :, 0].set(batch['x'][:, 0])
 
-    def layer(x: Any, given: Any) -> tuple[Any, Any]:
-        w, cache = given
+    def layer(x: Any, layer_inputs: Any) -> tuple[Any, Any]:
+        w, cache = layer_inputs
         cache = jax.lax.dynamic_update_slice(cache, (x @ w['up'])[:, None], (0, 1, 0))
         weights = jax.nn.softmax(jnp.einsum('bd,bsd->bs', x, cache))
         return x + jnp.einsum('bs,bsd->bd', weights, cache) @ w['down'], cache
@@ -279,8 +279,8 @@ def stacks_that_are_computed(params: Any, batch: Any, key: Any) -> Any:
     layers['both'] = jnp.concatenate([layers['up'], layers['down']], -1)
     more = jax.random.split(key, LAYERS), jnp.arange(LAYERS)
 
-    def layer(x: Any, given: Any) -> tuple[Any, None]:
-        w, key, number = given
+    def layer(x: Any, layer_inputs: Any) -> tuple[Any, None]:
+        w, key, number = layer_inputs
         x = block(x, w) + (x @ w['both'])[..., :WIDTH] * number
         return x * jax.random.bernoulli(key, 0.8, x.shape), None
 
@@ -318,8 +318,8 @@ def loops_in_layers(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def branches_in_layers(params: Any, batch: Any, key: Any) -> Any:
-    def layer(x: Any, given: Any) -> tuple[Any, None]:
-        w, i = given
+    def layer(x: Any, layer_inputs: Any) -> tuple[Any, None]:
+        w, i = layer_inputs
         x = jax.lax.cond(i % 2 == 0, lambda x: block(x, w), lambda x: x * 0.5 + w['bias'], x)
         ways = [lambda x: x, lambda x: x @ w['up'], lambda x: x + jnp.mean(x, -1, keepdims=True)]
         return jax.lax.switch(i % 3, ways, x), None
@@ -330,8 +330,8 @@ def branches_in_layers(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def branches_that_keep_nothing(params: Any, batch: Any, key: Any) -> Any:
-    def layer(x: Any, given: Any) -> tuple[Any, None]:
-        w, is_doubled = given
+    def layer(x: Any, layer_inputs: Any) -> tuple[Any, None]:
+        w, is_doubled = layer_inputs
         return jax.lax.cond(is_doubled, lambda x: 2 * x, lambda x: x, block(x, w)), None
 
     flags = np.arange(LAYERS) % 2 == 0
@@ -341,8 +341,8 @@ def branches_that_keep_nothing(params: Any, batch: Any, key: Any) -> Any:
 
 @program(has_gradient=False)
 def loops_that_layers_end(params: Any, batch: Any, key: Any) -> Any:
-    def layer(x: Any, given: Any) -> tuple[Any, Any]:
-        w, i = given
+    def layer(x: Any, layer_inputs: Any) -> tuple[Any, Any]:
+        w, i = layer_inputs
         return jax.lax.while_loop(
             lambda state: state[1] < 1 + i % 2, lambda state: (block(state[0], w), state[1] + 1), (x, 0)
         )
@@ -406,9 +406,9 @@ def windows_and_convolutions(params: Any, batch: Any, key: Any) -> Any:
         most = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 1), (1, 1, 1), 'SAME')
         kernel = jnp.stack([w['up'], w['down']])
         y = jax.lax.conv_general_dilated(most, kernel, (1,), 'SAME', dimension_numbers=numbers)
-        own = w['down'][:3, None]
+        depthwise_kernel = w['down'][:3, None]
         z = jax.lax.conv_general_dilated(
-            x, own, (1,), 'SAME', dimension_numbers=numbers, feature_group_count=WIDTH
+            x, depthwise_kernel, (1,), 'SAME', dimension_numbers=numbers, feature_group_count=WIDTH
         )
         return x + jnp.tanh(y + z) + jnp.fft.irfft(jnp.fft.rfft(x) * jnp.fft.rfft(w['bias']), n=WIDTH)
 
@@ -433,8 +433,8 @@ def other_generators(params: Any, batch: Any, key: Any) -> Any:
     """Of one key for all rows, their generators draw as threefry does."""
     keys = jax.random.split(jax.random.key(3, impl='rbg'), LAYERS)
 
-    def layer(x: Any, given: Any) -> tuple[Any, None]:
-        w, key = given
+    def layer(x: Any, layer_inputs: Any) -> tuple[Any, None]:
+        w, key = layer_inputs
         return block(x, w) * jax.random.bernoulli(key, 0.8, x.shape), None
 
     x, _ = jax.lax.scan(layer, entered(params, batch), (params['layers'], keys))
@@ -554,8 +554,8 @@ def balance_losses_computed_again(params: Any, batch: Any, key: Any) -> Any:
     """With dropout, and a checkpoint in another one."""
 
     @jax.checkpoint
-    def layer(x: Any, each: Any) -> tuple[Any, Any]:
-        w, number = each
+    def layer(x: Any, layer_inputs: Any) -> tuple[Any, Any]:
+        w, number = layer_inputs
         x = jax.checkpoint(block)(x, w)
         kept = jax.random.bernoulli(jax.random.fold_in(key, number), 0.9, x.shape)
         return jnp.where(kept, x / 0.9, 0), unevenness(x, w) ** 2
@@ -744,8 +744,8 @@ def branch_by_the_batch(params: Any, batch: Any, key: Any) -> Any:
 @program()
 def rows_by_number(params: Any, batch: Any, key: Any) -> Any:
     def layer(x: Any, w: Any) -> Any:
-        own = x[jnp.arange(ROWS), batch['segments'][:, 0]]
-        return block(x, w) + own[:, None]
+        selected_tokens = x[jnp.arange(ROWS), batch['segments'][:, 0]]
+        return block(x, w) + selected_tokens[:, None]
 
     return of_layers(layer, params, batch)
 
@@ -764,10 +764,10 @@ def keys_of_rows_of_another_generator(params: Any, batch: Any, key: Any) -> Any:
     key = jax.random.key(3, impl='rbg')
     keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(batch['numbers'])
 
-    def layer(x: Any, given: Any) -> tuple[Any, None]:
-        w, number = given
-        own = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
-        return block(x, w) + jax.vmap(lambda key: jax.random.normal(key, (LENGTH, WIDTH)))(own), None
+    def layer(x: Any, layer_inputs: Any) -> tuple[Any, None]:
+        w, number = layer_inputs
+        row_keys = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
+        return block(x, w) + jax.vmap(lambda key: jax.random.normal(key, (LENGTH, WIDTH)))(row_keys), None
 
     x, _ = jax.lax.scan(layer, entered(params, batch), (params['layers'], jnp.arange(LAYERS)))
     return error(params, x, batch)

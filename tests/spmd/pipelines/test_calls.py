@@ -25,8 +25,8 @@ staged = functools.partial(dict, batch_argnums=1, pipeline=STAGES)
 def dropping(params, batch, key):
     keys = jax.random.split(key, len(params['layers']['bias']))
 
-    def layer(x, given):
-        w, key = given
+    def layer(x, layer_inputs):
+        w, key = layer_inputs
         return block(x, w) * jax.random.bernoulli(key, 0.8, x.shape), None
 
     x, _ = jax.lax.scan(jax.checkpoint(layer), entered(params, batch), (params['layers'], keys))
@@ -79,11 +79,13 @@ def test_donated_parameters_and_static_arguments_over_steps():
         **staged(),
     )
     params, batch, key = arguments()
-    mine, theirs = HELPER().shard(params, RULE), params
+    sharded, expected_params = HELPER().shard(params, RULE), params
     for i in range(3):
-        mine, value = fun(mine, batch, jax.random.fold_in(key, i), rate=0.05)
-        theirs, wanted = jax.jit(step)(theirs, batch, jax.random.fold_in(key, i), 0.05)
-        assert_close((mine, value), (theirs, wanted), 1e-5)
+        sharded, value = fun(sharded, batch, jax.random.fold_in(key, i), rate=0.05)
+        expected_params, expected_value = jax.jit(step)(
+            expected_params, batch, jax.random.fold_in(key, i), 0.05
+        )
+        assert_close((sharded, value), (expected_params, expected_value), 1e-5)
 
 
 def test_a_gradient_is_taken_inside_of_the_function():
@@ -111,9 +113,9 @@ def test_what_a_checkpoint_computes_again_is_kept_apart_as_by_jax(prevents):
 @pytest.mark.slow
 def test_two_models_in_one_step():
     def both(params, batch, key):
-        one, other = params
-        teacher = jax.lax.stop_gradient(of_layers(block, one, batch))
-        return (of_layers(jax.checkpoint(block), other, batch) - 0.5 * teacher) ** 2
+        teacher_params, student_params = params
+        teacher = jax.lax.stop_gradient(of_layers(block, teacher_params, batch))
+        return (of_layers(jax.checkpoint(block), student_params, batch) - 0.5 * teacher) ** 2
 
     params, batch, key = arguments()
     params = params, jax.tree.map(lambda x: 1.1 * x, params)
@@ -140,8 +142,8 @@ def test_errors_are_raised_by_each_call_and_before_arguments_are_donated():
 
     fun = HELPER().sjit(mixed, in_shardings=(RULE, P('fsdp')), donate_argnums=0, **staged())
     params, batch, _ = arguments()
-    mine = HELPER().shard(params, RULE)
+    sharded = HELPER().shard(params, RULE)
     for _ in range(2):
         with pytest.raises(ValueError, match='reduce_max mixes examples of the batch'):
-            fun(mine, batch)
-    assert np.asarray(mine['layers']['up']).shape == params['layers']['up'].shape
+            fun(sharded, batch)
+    assert np.asarray(sharded['layers']['up']).shape == params['layers']['up'].shape

@@ -32,7 +32,7 @@ def test_in_each_step_a_stage_sends_one_group_and_receives_one(num_stages):
 
 def _loop_of(fun, *args):
     jaxpr = jax.make_jaxpr(fun)(*args)
-    [equation] = [each for each in jaxpr.eqns if each.primitive.name == 'scan']
+    [equation] = [candidate for candidate in jaxpr.eqns if candidate.primitive.name == 'scan']
     return jaxpr, equation
 
 
@@ -47,10 +47,10 @@ def test_loops_compute_masks_themselves():
     loop = loop_of(changed)
     constants, _, _ = loop.split(changed.invars)
     assert loop_of(before).num_consts == 1 and not [
-        each for each in constants if shape_of(each) == (16, 6, 4)
+        constant for constant in constants if shape_of(constant) == (16, 6, 4)
     ]
-    [mine] = eval_jaxpr(_with(jaxpr, before, changed), [w, x])
-    np.testing.assert_allclose(mine, fun(w, x), rtol=1e-6)
+    [result] = eval_jaxpr(_with(jaxpr, before, changed), [w, x])
+    np.testing.assert_allclose(result, fun(w, x), rtol=1e-6)
 
 
 def test_loops_keep_constants_that_are_made_of_as_much():
@@ -63,4 +63,6 @@ def test_loops_keep_constants_that_are_made_of_as_much():
 
 
 def _with(jaxpr, before, after):
-    return replace_jaxpr(jaxpr, eqns=[after if each is before else each for each in open_jaxpr(jaxpr).eqns])
+    return replace_jaxpr(
+        jaxpr, eqns=[after if equation is before else equation for equation in open_jaxpr(jaxpr).eqns]
+    )

@@ -62,7 +62,7 @@ def deeper():
     with contextlib.ExitStack() as stack:
         config = llama.ModelConfig
         for file in (llama, optimizers):
-            deep = lambda **given: config(**{**given, 'layers': LAYERS})  # noqa: E731
+            deep = lambda **fields: config(**{**fields, 'layers': LAYERS})  # noqa: E731
             stack.enter_context(mock.patch.object(file, 'ModelConfig', deep))
         for file in catalogue.FILES:
             for table in vars(file).values():
@@ -113,13 +113,13 @@ def marked(name, mesh):
     [marked(name, mesh) for name in MODELS if name not in {*REFUSED, *WITHOUT_STACKS} for mesh in MESHES],
 )
 def test_steps_are_those_of_one_device(name, mesh):
-    fun, step, (mine, batch, key) = staged(MODELS[name], mesh)
-    one, theirs = jax.jit(step, compiler_options=QUICKLY), mine
+    fun, step, (state, batch, key) = staged(MODELS[name], mesh)
+    reference, expected_state = jax.jit(step, compiler_options=QUICKLY), state
     for i in range(STEPS):
-        mine, value = fun(mine, batch, jax.random.fold_in(key, i))
-        theirs, wanted = one(theirs, batch, jax.random.fold_in(key, i))
-        assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((mine, value)))
-        assert largest_difference((mine, value), (theirs, wanted)) < 1e-5
+        state, value = fun(state, batch, jax.random.fold_in(key, i))
+        expected_state, expected_value = reference(expected_state, batch, jax.random.fold_in(key, i))
+        assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((state, value)))
+        assert largest_difference((state, value), (expected_state, expected_value)) < 1e-5
 
 
 @pytest.mark.medium

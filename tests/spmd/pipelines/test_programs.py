@@ -53,15 +53,17 @@ def staged(program, **how):
     )
 
 
-def assert_close(found, wanted, tolerance):
+def assert_close(actual, expected, tolerance):
     """Differences are parts of the largest value of an array; integers and booleans are equal."""
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        mine, theirs = np.asarray(mine), np.asarray(theirs)
-        if np.issubdtype(theirs.dtype, np.inexact):
-            assert np.all(np.isfinite(theirs))
-            np.testing.assert_allclose(mine, theirs, rtol=0, atol=tolerance * np.max(np.abs(theirs)))
+    for actual_leaf, expected_leaf in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        actual_leaf, expected_leaf = np.asarray(actual_leaf), np.asarray(expected_leaf)
+        if np.issubdtype(expected_leaf.dtype, np.inexact):
+            assert np.all(np.isfinite(expected_leaf))
+            np.testing.assert_allclose(
+                actual_leaf, expected_leaf, rtol=0, atol=tolerance * np.max(np.abs(expected_leaf))
+            )
         else:
-            np.testing.assert_array_equal(mine, theirs)
+            np.testing.assert_array_equal(actual_leaf, expected_leaf)
 
 
 @pytest.mark.medium
@@ -69,11 +71,11 @@ def assert_close(found, wanted, tolerance):
 @pytest.mark.parametrize('name', named(PROGRAMS))
 def test_programs_compute_what_one_device_computes(name):
     program, args = PROGRAMS[name], arguments()
-    wanted = jax.jit(program.compiled, compiler_options=QUICKLY)(*args)
+    expected = jax.jit(program.compiled, compiler_options=QUICKLY)(*args)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore', PipelineWarning)
         step = staged(program)
-        assert_close(step(*args), wanted, program.tolerance)
+        assert_close(step(*args), expected, program.tolerance)
         assert 'collective_permute' in step.lower(*args).as_text()
 
 
@@ -88,8 +90,8 @@ def has_rounds(name):
 @pytest.mark.parametrize('name', [name for name in PROGRAMS if has_rounds(name)])
 def test_programs_in_rounds(name, gather):
     program, args = PROGRAMS[name], arguments()
-    wanted = jax.jit(program.compiled, compiler_options=QUICKLY)(*args)
-    assert_close(staged(program, num_repeats=2, fsdp_gather=gather)(*args), wanted, program.tolerance)
+    expected = jax.jit(program.compiled, compiler_options=QUICKLY)(*args)
+    assert_close(staged(program, num_repeats=2, fsdp_gather=gather)(*args), expected, program.tolerance)
 
 
 @pytest.mark.slow
@@ -187,14 +189,14 @@ def test_what_mixes_rows_is_refused_by_its_line(name):
     with pytest.raises(PipelineError) as caught:
         staged(REFUSED[name]).trace(*arguments())
     at = r'programs\.py:(\d+) \S+'
-    found = re.fullmatch(
+    match = re.fullmatch(
         f'the loop over layers at {at} cannot run on microbatches: {re.escape(why)}, at {at}\n'
         f'What to do: {re.escape(instead)}; or run without pipeline=.',
         str(caught.value),
     )
-    assert found, str(caught.value)
+    assert match, str(caught.value)
     lines = inspect.getsource(inspect.getmodule(REFUSED[name].loss)).splitlines()
-    assert code in lines[int(found[2]) - 1]
+    assert code in lines[int(match[2]) - 1]
 
 
 def test_effects_are_refused():

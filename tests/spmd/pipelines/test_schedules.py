@@ -34,8 +34,8 @@ def parameters(dtype=np.float32):
 
 
 def loss(params, tokens, *, reverse=False):
-    def layer(x, given):
-        weights, key = given
+    def layer(x, layer_inputs):
+        weights, key = layer_inputs
         added = jnp.tanh(x @ weights['weight'] + weights['bias'])
         return x + jnp.where(jax.random.bernoulli(key, 0.8, x.shape), added, 0), None
 
@@ -62,11 +62,11 @@ def staged(fun, pipeline, spec=OVER_ALL):
 TOKENS = np.random.default_rng(1).integers(0, 64, ROWS)
 
 
-def assert_close(mine, theirs):
+def assert_close(actual, expected):
     def close(a, b):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
-    jax.tree.map(close, mine, theirs)
+    jax.tree.map(close, actual, expected)
 
 
 @pytest.mark.slow
@@ -80,11 +80,11 @@ def assert_close(mine, theirs):
 )
 def test_values_are_those_of_one_device(pipeline, spec):
     _, fun = staged(step, pipeline, spec)
-    params, expected = parameters(), parameters()
+    params, expected_params = parameters(), parameters()
     for _ in range(2):
         value, grads, params = fun(params, TOKENS)
-        wanted, of_one, expected = jax.jit(step)(expected, TOKENS)
-        assert_close((value, grads, params), (wanted, of_one, expected))
+        expected_value, expected_grads, expected_params = jax.jit(step)(expected_params, TOKENS)
+        assert_close((value, grads, params), (expected_value, expected_grads, expected_params))
 
 
 @pytest.mark.slow
