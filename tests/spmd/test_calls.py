@@ -140,8 +140,8 @@ def test_functions_and_calls_of_all_kinds(create):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('name', ['method', 'partial', 'any keywords', 'nested', 'constraint'])
-def test_their_plans(name):
-    """The plan is of the program that follows: a gather of the weight, and the columns of the result."""
+def test_plans_of_calls(name):
+    """The plan counts the collectives of the call: a gather of the weight, an all-to-all of the columns."""
     step, args, kwargs = CALLS[name]()
     [totals] = HELPER.plan(step, *args, **kwargs).totals.values()
     weight = {} if name == 'partial' else {'all-gather': W.nbytes}  # it closes over it
@@ -237,7 +237,7 @@ def test_without_jit():
     with jax.disable_jit():
         np.testing.assert_allclose(step(W, X), EXPECTED, rtol=1e-5, atol=1e-5)
         gradient = jax.grad(lambda w: step(w, X).sum())(W)
-        # These trace all the same.
+        # These methods trace nevertheless.
         assert (
             str(step.explain_propagation(W, X))
             == 'layer is not partitioned along its batch: jax.disable_jit is active'
@@ -248,7 +248,7 @@ def test_without_jit():
     assert step.explain_propagation(W, X).axes == ('fsdp',)
 
 
-def test_where_nans_are_looked_for():
+def test_debug_nans_finds_nans_of_a_partitioned_step():
     step = HELPER.sjit(lambda w, x: jnp.log(layer(w, x) - 2), in_shardings=RULES)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r'nan.*log'):
         step(W, X)

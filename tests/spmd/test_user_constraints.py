@@ -36,7 +36,7 @@ def doubled(x):
     return x * 2
 
 
-# Each places a value. The last two place what is inside of them.
+# Each function constrains a value. The last two constrain values inside a call or a loop.
 PLACED = {
     'constraint': lambda x, spec: with_sharding_constraint(x, spec),
     'constraint of JAX': lambda x, spec: lax.with_sharding_constraint(x, sharding(spec)),
@@ -54,7 +54,7 @@ MOVES = {ROWS: {}, P(): {'all_gather': 2}, P('tp'): {'all_gather': 2}, COLUMNS: 
 
 
 def placing(name, spec):
-    """The product of a step that is placed, and what is computed of it."""
+    """A step that places a product, and computes with the placed product."""
 
     def fun(w, x):
         value = PLACED[name](x @ w, spec)

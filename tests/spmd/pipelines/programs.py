@@ -72,7 +72,7 @@ REFUSED: dict[str, Program] = {}
 
 
 def program(table: dict[str, Program] = PROGRAMS, **how: Any) -> Callable[[Loss], Loss]:
-    """Adds a program that is named as its loss."""
+    """Adds a program under the name of its loss."""
 
     def added(loss: Loss) -> Loss:
         table[loss.__name__] = Program(loss, **how)
@@ -120,12 +120,12 @@ def error(params: Any, x: Any, batch: Any) -> Any:
 
 
 def of_layers(layer: Callable[[Any, Any], Any], params: Any, batch: Any, **scan: Any) -> Any:
-    """The error behind a loop whose layers give nothing but what they carry."""
+    """The loss after a loop over layers that only have carries."""
     x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), entered(params, batch), params['layers'], **scan)
     return error(params, x, batch)
 
 
-# What is carried ----------------------------------------------------------------------------------
+# Carries ------------------------------------------------------------------------------------------
 
 
 def everything(params: Any, batch: Any, key: Any) -> Any:
@@ -196,12 +196,12 @@ def in_float16_with_a_scaled_loss(params: Any, batch: Any, key: Any) -> Any:
     return 1024 * of_layers(block, params, batch).astype('float32')
 
 
-# What layers take and give ------------------------------------------------------------------------
+# Inputs and outputs of layers ---------------------------------------------------------------------
 
 
 @program()
 def constants_with_rows(params: Any, batch: Any, key: Any) -> Any:
-    """Masks, segments, what an encoder gives with its gradient; and weights that layers share."""
+    """Masks, segments, outputs of an encoder with a gradient, and weights that layers share."""
     encoded = jnp.tanh(batch['x'] @ params['shared'])
     same = batch['segments'][:, :, None] == batch['segments'][:, None, :]
 
@@ -215,7 +215,7 @@ def constants_with_rows(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def outputs_of_layers(params: Any, batch: Any, key: Any) -> Any:
-    """With rows, sums over them, what weights alone give, and sums to which that is added."""
+    """Layers output rows, sums over rows, values of weights alone, and sums of both."""
 
     def layer(x: Any, w: Any) -> tuple[Any, Any]:
         x = block(x, w)
@@ -261,7 +261,7 @@ def evaluation(params: Any, batch: Any, key: Any) -> Any:
 
 @program(has_gradient=False)
 def caches(params: Any, batch: Any, key: Any) -> Any:
-    """A token is decoded: a stack with rows that layers read and write."""
+    """Decodes a token: layers read and write a stack of caches with rows."""
     cache = jnp.zeros((LAYERS, ROWS, LENGTH, WIDTH)).at[:, :, 0].set(batch['x'][:, 0])
 
     def layer(x: Any, layer_inputs: Any) -> tuple[Any, Any]:
@@ -288,12 +288,12 @@ def stacks_that_are_computed(params: Any, batch: Any, key: Any) -> Any:
     return error(params, x, batch)
 
 
-# What is in layers --------------------------------------------------------------------------------
+# Contents of layers -------------------------------------------------------------------------------
 
 
 @program()
 def loops_in_layers(params: Any, batch: Any, key: Any) -> Any:
-    """A cell over time, attention in chunks, and so many rounds."""
+    """A cell over time, attention in chunks, and a fixed number of iterations."""
 
     def layer(x: Any, w: Any) -> Any:
         def cell(h: Any, x: Any) -> tuple[Any, Any]:
@@ -378,7 +378,7 @@ def derivatives_of_their_own(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def numbers_of_rows(params: Any, batch: Any, key: Any) -> Any:
-    """What is the same for all rows, but for their numbers; tables that are looked up by it, or by tokens."""
+    """Values that only depend on the index of a row, and tables indexed by it or by tokens."""
 
     def layer(x: Any, w: Any) -> Any:
         numbers = jnp.arange(len(x))
@@ -430,7 +430,7 @@ def code_of_one_example(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def other_generators(params: Any, batch: Any, key: Any) -> Any:
-    """Of one key for all rows, their generators draw as threefry does."""
+    """With one key for all rows, other generators draw as threefry does."""
     keys = jax.random.split(jax.random.key(3, impl='rbg'), LAYERS)
 
     def layer(x: Any, layer_inputs: Any) -> tuple[Any, None]:
@@ -454,7 +454,7 @@ def places_that_users_say(params: Any, batch: Any, key: Any) -> Any:
 
 @program(mesh={'stage': 4, 'fsdp': 2})
 def checkpoints_by_name(params: Any, batch: Any, key: Any) -> Any:
-    """Inside of a checkpoint around the whole loop."""
+    """A checkpoint around the entire loop."""
 
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names('hidden'))
     def layer(x: Any, w: Any) -> tuple[Any, None]:
@@ -486,7 +486,7 @@ def groups_of_layers(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def two_loops(params: Any, batch: Any, key: Any) -> Any:
-    """Of two depths: the layers, the layers twice; and one without rows, of the norms of weights."""
+    """Loops of two depths (the layers, the layers twice), and a loop without rows over norms of weights."""
     both = jax.tree.map(lambda w: jnp.concatenate([w, w]), params['layers'])
     x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), entered(params, batch), params['layers'])
     x, _ = jax.lax.scan(lambda x, w: (jnp.sin(block(x, w)), None), x, both)
@@ -511,7 +511,7 @@ def in_a_loop(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def parts_of_the_batch(params: Any, batch: Any, key: Any) -> Any:
-    """The mean of losses of parts, one after the other."""
+    """The mean loss of parts of the batch, one after the other."""
     parts = {name: batch[name].reshape(2, -1, LENGTH, WIDTH) for name in 'xy'}
 
     @jax.checkpoint
@@ -531,7 +531,7 @@ PROGRAMS['parts_of_the_batch_by_microbatch'] = Program(
 PROGRAMS['many_microbatches'] = Program(plain, parts=4, mesh={'stage': 4, 'fsdp': 2})
 
 
-# What needs sums over the batch, and gives no rows -------------------------------------------------
+# Sums over the batch that output no rows ----------------------------------------------------------
 
 
 def unevenness(x: Any, w: Any) -> Any:
@@ -551,7 +551,7 @@ def balance_losses(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def balance_losses_computed_again(params: Any, batch: Any, key: Any) -> Any:
-    """With dropout, and a checkpoint in another one."""
+    """Layers with dropout, and nested checkpoints."""
 
     @jax.checkpoint
     def layer(x: Any, layer_inputs: Any) -> tuple[Any, Any]:
@@ -567,7 +567,7 @@ def balance_losses_computed_again(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def balance_losses_of_a_loop(params: Any, batch: Any, key: Any) -> Any:
-    """One loop gives rows and a sum over them."""
+    """One loop outputs rows and a sum over them."""
 
     @jax.checkpoint
     def layer(x: Any, w: Any) -> tuple[Any, Any]:
@@ -652,7 +652,7 @@ def means_of_the_layer_before(params: Any, batch: Any, key: Any) -> Any:
 
 
 def of_masks(params: Any, batch: Any) -> Any:
-    """What does not change from layer to layer, and needs the entire batch."""
+    """Layers use constants that depend on the entire batch."""
     mask = jnp.abs(batch['x'][..., :1]) > 0.5
     lengths = jnp.sum(mask, (1, 2))
 
@@ -674,7 +674,7 @@ def masks_of_the_batch_in_evaluation(params: Any, batch: Any, key: Any) -> Any:
     return of_masks(params, batch)
 
 
-# What mixes rows ----------------------------------------------------------------------------------
+# Layers that mix rows -----------------------------------------------------------------------------
 
 
 @refused()
@@ -775,7 +775,7 @@ def keys_of_rows_of_another_generator(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def draws_of_gamma(params: Any, batch: Any, key: Any) -> Any:
-    """One key draws for all elements: a part of them is no draw of fewer."""
+    """One key draws for all elements: drawing fewer elements gives other values."""
     before = jax.random.gamma(key, 2.0, (ROWS, 1, 1))
 
     def layer(x: Any, w: Any) -> Any:

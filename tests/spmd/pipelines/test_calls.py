@@ -53,7 +53,7 @@ ALIKE = 'outside of the pipeline, as in the embedding and the head, all stages c
     ('microbatches', 'rows', 'faults'),
     [(1, 8, f'each stage is idle in 1 of 2 ticks, and {ALIKE}'), (3, 6, ALIKE)],
 )
-def test_a_warning_about_stages_that_are_idle(microbatches, rows, faults):
+def test_idle_stages_warn(microbatches, rows, faults):
     pipeline = Pipeline('stage', microbatches)
     fun = HELPER().sjit(
         lambda *args: of_layers(block, *args),
@@ -98,8 +98,8 @@ def test_a_gradient_is_taken_inside_of_the_function():
 
 @pytest.mark.medium
 @pytest.mark.parametrize('prevents', [True, False])
-def test_what_a_checkpoint_computes_again_is_kept_apart_as_by_jax(prevents):
-    """In a checkpoint. What was computed in another loop needs no barrier, which would cost the compiler."""
+def test_recomputed_layers_have_the_barriers_of_jax(prevents):
+    """A nested checkpoint keeps its barrier; layers recomputed in another loop need none."""
     inner = jax.checkpoint(block, prevent_cse=prevents)
     outer = jax.checkpoint(lambda x, w: inner(jnp.sin(x), w), prevent_cse=not prevents)
     fun = HELPER().sjit(
@@ -126,7 +126,7 @@ def test_two_models_in_one_step():
 
 
 @pytest.mark.slow
-def test_verify_takes_steps_with_stages():
+def test_assert_equal_to_one_device_accepts_pipelined_steps():
     fun = HELPER().sjit(
         step,
         in_shardings=(RULE, P('fsdp'), P()),

@@ -53,7 +53,7 @@ def test_loops_compute_masks_themselves():
     np.testing.assert_allclose(result, fun(w, x), rtol=1e-6)
 
 
-def test_loops_keep_constants_that_are_made_of_as_much():
+def test_loops_keep_constants_computed_from_operands_of_their_size():
     def fun(w, x, y):
         scaled = y * 2
         return jax.lax.scan(lambda c, w: (c * w + scaled, None), x, w)[0]

@@ -30,8 +30,8 @@ WITHOUT_STACKS = {
     *('flax.nnx modules', 'UNet with attention', 'ResNet with BatchNorm', 'recurrent cell'),
     *('recommender', 'graph network', 'graphs, mapped'),
 }
-# Their rows are sorted together, or one after the other, and a balance loss follows: it is told first. What a
-# kernel does is not known.
+# These models sort the rows of all examples, or loop over rows; where a balance loss follows, the error names
+# it first. scalax does not know what a kernel computes.
 _UNEVEN = (
     'dot_general uses a batch-wide sum, but a microbatch only has a partial sum, at experts.py:137 route'
 )
@@ -45,7 +45,7 @@ REFUSED = {
 
 
 def with_layers(sizes):
-    """The sizes of a model, or of parts of it, with so many layers."""
+    """The sizes of a model, or of parts of it, with LAYERS layers."""
     changed = {}
     for field in dataclasses.fields(sizes):
         value = getattr(sizes, field.name)
@@ -58,7 +58,7 @@ def with_layers(sizes):
 
 @contextlib.contextmanager
 def deeper():
-    """All small models have as many layers as there are stages."""
+    """Small models get as many layers as there are stages."""
     with contextlib.ExitStack() as stack:
         config = llama.ModelConfig
         for file in (llama, optimizers):
@@ -139,6 +139,6 @@ def test_models_without_stacks_are_refused(name):
         fun.trace(*args)
 
 
-def test_the_models_are_there():
+def test_listed_models_exist():
     named = functools.reduce(set.union, [{name for name, _ in OFTEN}, REFUSED, WITHOUT_STACKS])
     assert named <= {*MODELS}

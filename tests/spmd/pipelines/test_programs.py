@@ -1,4 +1,4 @@
-"""Odd programs compute as pipelines what one device computes; what mixes rows is refused, by its line."""
+"""Odd programs compute as pipelines what one device computes; errors name the line that mixes rows."""
 
 import inspect
 import re
@@ -13,9 +13,9 @@ from scalax.sharding import PartitionSpec as P
 from scalax.sharding import Pipeline
 from tests.spmd.pipelines.programs import LAYERS, PROGRAMS, REFUSED, RULE, arguments
 
-# Half the time of compiling.
+# These options halve the compile time.
 QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
-# Of each kind; `make test-all` runs all.
+# Some programs of each kind; `make test-all` runs all.
 OFTEN = (
     'several_values_carried',
     'tokens_in_one_dimension',
@@ -54,7 +54,7 @@ def staged(program, **how):
 
 
 def assert_close(actual, expected, tolerance):
-    """Differences are parts of the largest value of an array; integers and booleans are equal."""
+    """The tolerance is relative to the largest value of an array; integers and booleans are equal."""
     for actual_leaf, expected_leaf in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         actual_leaf, expected_leaf = np.asarray(actual_leaf), np.asarray(expected_leaf)
         if np.issubdtype(expected_leaf.dtype, np.inexact):
@@ -99,13 +99,13 @@ def test_programs_in_rounds(name, gather):
     'name, loops',
     [('balance_losses', 2), ('balance_losses_saved_by_name', 2), ('balance_losses_computed_again', 3)],
 )
-def test_layers_are_computed_once_more_where_sums_of_a_checkpoint_are_not_saved(name, loops):
+def test_unsaved_sums_in_a_checkpoint_need_another_backward_loop(name, loops):
     program = PROGRAMS[name]
     plan = program.helper().plan(staged(program), *arguments(), quick=True)
     assert [loop.is_backward for loop in plan.pipelines] == [False, *[True] * (loops - 1)]
 
 
-def test_what_runs_often_is_there():
+def test_programs_that_run_often_exist():
     assert set(OFTEN) <= {*PROGRAMS}
 
 
@@ -184,7 +184,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize('name', [*REFUSALS])
-def test_what_mixes_rows_is_refused_by_its_line(name):
+def test_errors_name_the_line_that_mixes_rows(name):
     why, code, instead = REFUSALS[name]
     with pytest.raises(PipelineError) as caught:
         staged(REFUSED[name]).trace(*arguments())
