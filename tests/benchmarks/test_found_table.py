@@ -1,4 +1,4 @@
-"""The table of found rules beside known ones: its lines, and what is said where it cannot be made."""
+"""Tests of the table that compares found sharding rules with known ones: its lines and its error messages."""
 
 import types
 
@@ -31,7 +31,7 @@ def plan_of(bound, estimate, gib, scheduled=None):
 
 
 def known_results(models, task):
-    """The fastest does not fit with the headroom of the search; of the others the least mean counts."""
+    """The fastest plan does not fit with the headroom of the search; of the others the lowest mean counts."""
     if models is MODELS[1]:
         return [Result.of('FSDP', plan_of(0.1, 0.1, 15))]
     return [
@@ -64,7 +64,7 @@ def test_lines():
     ]
 
 
-def test_on_gpus_the_schedule_is_a_third_time():
+def test_gpu_rows_have_the_time_of_the_schedule():
     def of(seconds):
         return plan_of(0.1, 0.2, 4, scheduled=seconds)
 
@@ -75,7 +75,7 @@ def test_on_gpus_the_schedule_is_a_third_time():
     assert cells(row)[5] == '0.15' and cells(row)[11] == '0.800'
 
 
-def test_known_rules_are_named_and_those_that_are_refused_left_out(monkeypatch, capsys):
+def test_results_name_their_strategy_and_leave_out_refused_plans(monkeypatch, capsys):
     model, task = MODELS[0][0], types.SimpleNamespace(topology='', strategies=[found.FSDP])
 
     def plan(model, strategy, topology, variant):
@@ -91,7 +91,7 @@ def test_known_rules_are_named_and_those_that_are_refused_left_out(monkeypatch, 
 
 
 @pytest.mark.medium
-def test_every_row_is_a_model_with_all_its_tables():
+def test_chosen_rows_include_all_variants_of_a_model():
     rows = found.chosen('')
     assert [row[0].name for row in rows] == list(found.NAMES)
     assert [model.name for model in found.chosen('LLaMA-3 8B')[0]] == [
@@ -128,7 +128,7 @@ def test_strategies():
     assert two_slices[1].helper('v5e:2x2').mesh.shape == {'data': 2, 'fsdp': 2, 'tp': 2}
 
 
-def test_a_name_that_nothing_has(monkeypatch):
+def test_an_unknown_model_name_lists_the_names(monkeypatch):
     assert 'LLaMA-3 8B; ' in ended(monkeypatch, '--only', 'found', '--model', 'nothing')
 
 

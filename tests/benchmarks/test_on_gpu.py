@@ -1,4 +1,4 @@
-"""What runs on the GPU that is here: its arguments, its table, and what it says where none is."""
+"""Tests of the benchmark on the local GPU: its arguments, its table, and its output without a GPU."""
 
 import jax
 import numpy as np
@@ -10,14 +10,14 @@ from benchmarks.on_gpu import Measured
 from tests.support import ROOT
 
 
-def test_where_no_gpu_is(monkeypatch, capsys):
+def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys):
     monkeypatch.setenv('XLA_PYTHON_CLIENT_PREALLOCATE', 'true')  # and not as it is left behind
     on_gpu.show('')
     assert capsys.readouterr().out == "no GPU is here, and nothing is measured: JAX has 'cpu'\n"
 
 
 @pytest.mark.parametrize('scheduled', [0.1, None])
-def test_a_line(scheduled):
+def test_line_of_a_measured_step(scheduled):
     line = on_gpu.line('a step', Measured(3 * 2**30, 4 * 2**30, 0.05, scheduled, 0.08))
     schedule, off = ('100.', '+25%') if scheduled else ('-', '-')
     assert line == f'| a step | 3.00 | 4.00 | -25.0% | 50.0 | {schedule} | 80.0 | {off} |'
@@ -41,8 +41,8 @@ def test_arguments_have_values():
     assert set(np.unique(args[2])) == set(range(1000))
 
 
-def test_all_is_on_the_page():
-    """Each step in the order of the table."""
+def test_the_page_has_a_row_for_each_step():
+    """The rows have the order of `on_gpu.STEPS`."""
     page = (ROOT / 'docs' / 'estimates.md').read_text(encoding='utf-8')
     part = page[page.index('## Steps that ran') :]
     rows = [

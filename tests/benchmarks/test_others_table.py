@@ -1,4 +1,4 @@
-"""The table of models that others wrote: its lines, its ideal, and how values are compared."""
+"""Tests of the table of third-party models: its lines, its ideal bytes, and how it compares values."""
 
 import dataclasses
 
@@ -52,7 +52,7 @@ def test_a_step_that_is_not_partitioned_shows_nothing():
         values.difference(product)
 
 
-def test_what_differs_is_compared_with_the_largest_value_of_an_array():
+def test_difference_is_relative_to_the_largest_value_of_an_array():
     expected = {'a': jnp.array([1.0, 100.0]), 'zero': jnp.array([0.0, 1e-9])}
     assert values.largest_difference(expected, expected) == 0
     assert values.largest_difference({**expected, 'a': jnp.array([2.0, 100.0])}, expected) == pytest.approx(

@@ -1,4 +1,4 @@
-"""Steps on GPUs that others published: their sizes, and plans of some, which take less than was published."""
+"""Tests of published GPU training steps: their sizes, and plans, which take less time than published."""
 
 import math
 
@@ -36,8 +36,8 @@ def test_models_have_the_published_parameters(model: Decoder, parameters: float,
     assert model.parameters == pytest.approx(parameters, rel=within)
 
 
-def test_all_is_on_the_page() -> None:
-    """Each step in the order of the table, with what was published: more than is planned at least."""
+def test_the_page_has_a_row_for_each_published_step() -> None:
+    """The rows have the order of `PUBLISHED` and its seconds, which exceed the lower bound of the plan."""
     rows = on_the_page()
     assert list(rows) == list(PUBLISHED)
     for name, step in PUBLISHED.items():
@@ -52,7 +52,7 @@ def test_the_documentation_has_some_of_the_rows() -> None:
     assert len(rows) >= 10 and {*rows} <= {*table}
 
 
-def test_what_is_compared_runs_on_the_same_gpus() -> None:
+def test_compared_steps_run_on_the_same_gpus() -> None:
     for names in WINNERS:
         fast, slow = (PUBLISHED[name] for name in names)
         assert (fast.model, fast.topology, fast.devices) == (slow.model, slow.topology, slow.devices)
@@ -77,7 +77,7 @@ def test_lines() -> None:
 
 
 def planned(name: str) -> Judged:
-    """A step beside its plan: as on the page, and at least < by the schedule < published."""
+    """Compares a step with its plan: the page has its bound, and bound < schedule < published seconds."""
     judged = Judged.of(PUBLISHED[name])
     assert judged.bound == pytest.approx(float(on_the_page()[name][0]), rel=0.01)
     assert judged.bound < judged.step.seconds
@@ -97,7 +97,7 @@ def test_a_published_step_takes_longer_than_its_schedule() -> None:
 @gpu_compiler.needed
 @pytest.mark.slow
 def test_published_steps_take_longer_than_their_schedules_and_winners_are_planned() -> None:
-    """Of the layouts, at least 9 of 10 pairs are planned as they were measured."""
+    """At least 9 of 10 pairs of layouts are planned in the order in which they were measured."""
     judged = {name: planned(name) for name in PUBLISHED}
     pairs = [(judged[fast], judged[slow]) for fast, slow in WINNERS]
     right = [fast.objective / fast.step.tokens < slow.objective / slow.step.tokens for fast, slow in pairs]

@@ -1,4 +1,4 @@
-"""LLaMA with pipeline stages by hand computes on eight devices what the example computes on one."""
+"""Tests that LLaMA with hand-written pipeline stages on eight devices equals the example on one device."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from examples.llama.training import sequence_losses
 from tests.support import gpu_compiler
 
 CONFIG = ModelConfig(width=32, layers=8, heads=4, kv_heads=2)
-# Of gradients near zero AdamW makes whole steps: with its own epsilon it would show their rounding errors.
+# AdamW scales gradients near zero to full steps: its default epsilon would amplify their rounding errors.
 OPTIMIZER = optax.adamw(1e-3, b2=0.95, eps=1e-6)
 STEPS, ROWS = 3, 32
 
@@ -28,7 +28,7 @@ def batches() -> Any:
 
 @pytest.fixture(scope='module')
 def on_one_device(batches: Any) -> tuple[Any, list[float]]:
-    """The parameters after the steps, and the loss of each."""
+    """Returns the parameters after the steps, and the loss of each step."""
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         return jnp.mean(sequence_losses(params, tokens, CONFIG))
@@ -57,7 +57,7 @@ def on_one_device(batches: Any) -> tuple[Any, list[float]]:
         pytest.param((2, 2, 2), {'parts': 8, 'rounds': 2, 'hop': 2}, id='hops beside computing'),
     ],
 )
-def test_by_hand_equals_one_device(
+def test_hand_written_pipeline_equals_one_device(
     mesh: tuple[int, ...], options: dict[str, Any], batches: Any, on_one_device: tuple[Any, list[float]]
 ) -> None:
     devices = np.array(jax.devices()).reshape(mesh)
@@ -88,10 +88,10 @@ def test_the_ticks_of_a_schedule() -> None:
 
 @pytest.mark.slow
 @gpu_compiler.needed
-def test_what_crosses_the_slow_network(
+def test_collectives_on_the_slow_network(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Hops and doors, point to point, and the gradients of what all stages share; nothing else."""
+    """Only point-to-point hops between stages and the gradients of shared parameters cross it."""
     monkeypatch.setitem(table.MODELS, '8B', CONFIG)
     monkeypatch.setattr(table, 'SEQUENCE', 8)
     case = table.Case('8B', 'h100:2x4', 1, (table.gpipe(2, 2, 2, 4), table.Layout({'fsdp': -1})))

@@ -1,6 +1,6 @@
-"""The table of benchmarks/unchanged/tables.md, of some models: partitioned steps cost what those by hand do.
+"""Tests of benchmarks/unchanged/tables.md: partitioned steps cost as much as hand-written ones.
 
-By quick plans of the TPU compiler, which needs no TPU.
+The costs of some models come from quick plans of the TPU compiler, which needs no TPU.
 """
 
 import re
@@ -17,7 +17,7 @@ TOPOLOGY, FSDP = 'v5p:4x4x4', STRATEGIES[0]
 MODELS = {model.name: model for model in all_models('large')}
 FIGURES = ('moved', 'peak', 'estimate')
 AT_MOST = 1.05
-# Of these the page says why they take more of one figure, and less of another.
+# The page explains why these models take more of one figure and less of another.
 MORE = {
     'decoder, grouped heads': {'peak': 1.3},
     'recurrent cell': {'moved': 1.3},
@@ -25,8 +25,8 @@ MORE = {
 }
 # These compile quickly: attention and a loop over layers, a kernel, convolutions, a loop over time.
 QUICK = ('decoder, grouped heads', 'flash attention, custom_vjp', 'vision transformer', 'recurrent cell')
-# And these are further kinds: branches, experts, the modules of two frameworks, parts of batches, two stacks
-# of layers, associative scans, a batch against itself.
+# These add further kinds: branches, experts, the modules of two frameworks, microbatches, two stacks of
+# layers, associative scans, a contrastive loss.
 TWELVE = (
     *QUICK,
     *(
@@ -45,7 +45,7 @@ def figures(name: str, variant: str) -> dict[str, float]:
 
 
 def by_hand(name: str) -> dict[str, float]:
-    """What the table has of the program by hand."""
+    """Returns the figures of the hand-written program in the table."""
     page = (ROOT / 'benchmarks' / 'unchanged' / 'tables.md').read_text(encoding='utf-8')
     _, table, *_ = re.split('<!-- /?table -->', page)
     [row] = re.findall(rf'^\| {re.escape(name)} +\| FSDP +\|(.*)$', table, re.MULTILINE)
@@ -61,13 +61,13 @@ def assert_at_most(name: str, partitioned: dict[str, float], hand: dict[str, flo
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', QUICK)
-def test_a_step_costs_what_the_page_says_of_one_by_hand(name: str) -> None:
+def test_partitioned_costs_match_the_hand_written_costs_on_the_page(name: str) -> None:
     assert_at_most(name, figures(name, 'partitioned'), by_hand(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', TWELVE)
-def test_a_step_costs_what_one_by_hand_costs(name: str) -> None:
+def test_partitioned_costs_match_hand_written_costs(name: str) -> None:
     hand = figures(name, 'hand')
     assert hand == pytest.approx(by_hand(name), rel=0.02)
     assert_at_most(name, figures(name, 'partitioned'), hand)

@@ -1,4 +1,4 @@
-"""The models of the table "unchanged code" compute on eight devices what they compute on one."""
+"""Tests that the models of the table "unchanged code" compute the same on eight devices as on one."""
 
 from typing import Any
 
@@ -15,17 +15,17 @@ from scalax.sharding import PartitionSpec as P
 
 FSDP = Strategy('FSDP', {'fsdp': 8}, ('fsdp',))
 FSDP_TP = Strategy('FSDP x TP', {'fsdp': 4, 'tp': 2}, ('fsdp',))
-# Half the time of compiling.
+# These options halve the compile time.
 QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
 MODELS = {model.name: model for model in all_models('small')}
-# Most of what a test takes is compiling. These three have what the others are made of: blocks in a loop,
-# products along a batch, and rows that are sorted; gradients that are written down. That everything is
-# partitioned is checked of each model, and `make test-all` computes all of them.
+# Compiling takes most of the time of a test. These three models cover the parts of the others: blocks in a
+# loop, products along a batch, sorted rows, and custom gradients. Another test checks that every model is
+# partitioned, and `make test-all` computes all of them.
 COMPUTED = ('decoder, grouped heads', 'experts, sorted tokens', 'flash attention, custom_vjp')
 
 
 def arguments(model: Model) -> tuple[Any, Any, jax.Array]:
-    """What a loss takes, with values."""
+    """Returns arguments of a loss: parameters, a batch and a key."""
     batch = example(model)
     kinds = jax.tree.map(lambda x: (x.shape, x.dtype), model.batch(ROWS * model.rows))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), batch) == kinds
@@ -33,7 +33,7 @@ def arguments(model: Model) -> tuple[Any, Any, jax.Array]:
 
 
 def on_one_device(model: Model, args: tuple[Any, Any, jax.Array]) -> Any:
-    """The loss and its gradients."""
+    """Returns the loss and its gradients, computed on one device."""
     plain = jax.value_and_grad(model.loss, has_aux=model.has_aux)
     result = jax.tree.map(np.asarray, jax.jit(plain, compiler_options=QUICKLY)(*args))
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(result))
@@ -42,14 +42,14 @@ def on_one_device(model: Model, args: tuple[Any, Any, jax.Array]) -> Any:
 
 
 def placed(model: Model, strategy: Strategy) -> tuple[MeshShardingHelper, ShardingRule]:
-    """The mesh of a strategy, and where the parameters of a model are, however small."""
+    """Returns the mesh of a strategy, and the rule that shards all parameters of a model, however small."""
     helper = MeshShardingHelper(list(strategy.mesh.values()), list(strategy.mesh))
     fsdp = model.fsdp_rule or FSDPShardingRule('fsdp', min_fsdp_size=1)
     return helper, model.columns_and_rows if 'tp' in strategy.mesh else fsdp
 
 
 def compiled(model: Model, strategy: Strategy, by_hand: bool) -> Any:
-    """The loss and its gradients over a mesh, partitioned or as an expert writes it."""
+    """Returns the function of the loss and its gradients over a mesh, partitioned or hand-written."""
     helper, rule = placed(model, strategy)
 
     def loss(params: Any, batch: Any, key: Any) -> Any:
@@ -69,7 +69,7 @@ def compiled(model: Model, strategy: Strategy, by_hand: bool) -> Any:
 
 
 def ten_losses(model: Model, strategy: Strategy | None, args: tuple[Any, Any, jax.Array]) -> list[float]:
-    """The losses of ten steps of AdamW: partitioned over a mesh, or on one device."""
+    """Returns the losses of ten steps of AdamW, partitioned over a mesh or on one device."""
     params, batch, key = args
     optimizer = optax.adamw(1e-3)
 
@@ -112,7 +112,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
 @pytest.mark.medium
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize('name', MODELS)
-def test_each_is_partitioned(name: str) -> None:
+def test_each_model_is_partitioned(name: str) -> None:
     step = compiled(MODELS[name], FSDP_TP, by_hand=False)
     report = step.explain_propagation(*arguments(MODELS[name]))
     assert report.collectives and not report.reason
@@ -120,7 +120,7 @@ def test_each_is_partitioned(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', COMPUTED)
-def test_partitioned_is_one_device(name: str) -> None:
+def test_partitioned_loss_equals_one_device(name: str) -> None:
     args = arguments(MODELS[name])
     step = compiled(MODELS[name], FSDP_TP, by_hand=False)
     assert_equal(step(*args), on_one_device(MODELS[name], args))
@@ -129,7 +129,7 @@ def test_partitioned_is_one_device(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize('by_hand', [False, True], ids=['partitioned', 'by hand'])
 @pytest.mark.parametrize('name', MODELS)
-def test_every_strategy_is_one_device(name: str, by_hand: bool) -> None:
+def test_every_strategy_equals_one_device(name: str, by_hand: bool) -> None:
     args = arguments(MODELS[name])
     expected = on_one_device(MODELS[name], args)
     for strategy in (FSDP, FSDP_TP):
@@ -140,7 +140,7 @@ def assert_ten_steps(name: str, *strategies: Strategy) -> None:
     args = arguments(MODELS[name])
     expected_losses = ten_losses(MODELS[name], None, args)
     assert np.all(np.isfinite(expected_losses))
-    # A model that learns nothing shows nothing.
+    # The comparison is meaningless if the model does not learn.
     assert max(expected_losses) - min(expected_losses) > 1e-3 * abs(expected_losses[0])
     for strategy in strategies:
         np.testing.assert_allclose(ten_losses(MODELS[name], strategy, args), expected_losses, rtol=1e-4)
@@ -153,5 +153,5 @@ def test_ten_steps_of_a_recurrent_cell() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', MODELS)
-def test_ten_steps_are_those_of_one_device(name: str) -> None:
+def test_ten_steps_equal_one_device(name: str) -> None:
     assert_ten_steps(name, FSDP, FSDP_TP)

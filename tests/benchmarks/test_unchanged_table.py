@@ -1,4 +1,4 @@
-"""The table of benchmarks/unchanged/tables.md: its lines, and what is said where it cannot be made."""
+"""Tests of the table of benchmarks/unchanged/tables.md: its lines and its error messages."""
 
 import builtins
 import sys
@@ -55,7 +55,7 @@ def test_bytes_that_a_device_sends(kind, sent):
 
 
 @pytest.mark.medium
-def test_names_that_nothing_has(monkeypatch):
+def test_unknown_names_list_the_names(monkeypatch):
     monkeypatch.setattr(table, 'strategies', lambda topology: STRATEGIES)
     assert 'decoder, many heads; ' in ended(monkeypatch, '--only', 'unchanged', '--model', 'nothing')
     assert ended(monkeypatch, '--only', 'unchanged', '--strategy', 'DP').endswith(
@@ -100,7 +100,7 @@ def test_without_the_gpu_compiler(monkeypatch):
 
 @pytest.mark.slow
 @gpu_compiler.needed
-def test_a_cell_of_gpus():
+def test_a_gpu_cell_has_the_time_of_the_schedule():
     """Seconds are those of the compiler's schedule; HSDP replicates between hosts."""
     *_, over_hosts = strategies('h100:2x4')
     assert [(strategy.name, dict(strategy.mesh)) for strategy in strategies('h100:8')] == [
@@ -117,7 +117,7 @@ def test_a_cell_of_gpus():
 
 @pytest.mark.slow
 @tpu_compiler.needed
-def test_a_cell(monkeypatch, capsys):
+def test_a_tpu_row(monkeypatch, capsys):
     monkeypatch.setattr(
         sys,
         'argv',

@@ -1,4 +1,4 @@
-"""What a call of `custom_partitioning` says, as `scalax/_jax/custom_partitioning` reads it."""
+"""Tests that `scalax/_jax/custom_partitioning` reads the equations of `custom_partitioning`."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def called(rule):
     return equation_in('custom_partitioning', lambda x, y: call(x, y, 3), X, X)
 
 
-def test_the_function_of_blocks() -> None:
+def test_custom_partitioning_becomes_a_shard_map() -> None:
     with (
         contract('has the parameters of custom_partitioning', 'to run its function on blocks'),
         jax.sharding.use_abstract_mesh(MESH),
@@ -44,7 +44,7 @@ def test_the_function_of_blocks() -> None:
         assert next(all_equations(mapped.params['jaxpr'])).primitive.name == 'sin'
 
 
-def test_without_a_name_for_each_dimension_nothing_is_known() -> None:
+def test_a_sharding_rule_with_an_ellipsis_gives_no_shard_map() -> None:
     with contract('has the factors of dimensions in the sharding rule', 'to run its function on blocks'):
         equation = called('..., b d -> ..., b')
         assert as_shard_map(equation, [P('a')] * 2, MESH) is None

@@ -1,4 +1,4 @@
-"""What devices say of themselves, as `scalax/_jax/devices` reads it."""
+"""Tests that `scalax/_jax/devices` reads the attributes of devices."""
 
 import importlib.util
 from typing import Any
@@ -13,7 +13,7 @@ from tests.support import gpu_compiler
 from tests.support.contracts import contract
 
 
-def test_platforms_that_are_not_here() -> None:
+def test_missing_platforms_give_a_message() -> None:
     with contract(
         'raises a RuntimeError about platforms that it does not have', 'to say which devices it needs'
     ):
@@ -22,7 +22,7 @@ def test_platforms_that_are_not_here() -> None:
         assert of.devices_of('cpu') == (jax.devices(), '')
 
 
-def test_cpu_devices_have_no_place() -> None:
+def test_cpu_devices_have_no_coords() -> None:
     with contract('gives simulated devices no place, and no slice or the first', 'to tell hosts apart'):
         for device in jax.devices():
             assert of.slice_of(device) in (None, 0)
@@ -36,7 +36,7 @@ def slices() -> Any:
     return topology_devices('v5e:2x4', 2)
 
 
-def test_tpu_devices_have_places(slices: Any) -> None:
+def test_tpu_devices_have_slices_and_coords(slices: Any) -> None:
     with contract('says of TPU devices in which slice and where in the torus they are', 'to lay meshes out'):
         assert {of.slice_of(device) for device in slices} == {0, 1}
         assert {of.coords_of(device) for device in slices} == {(x, y, 0) for x in range(2) for y in range(4)}
@@ -44,7 +44,7 @@ def test_tpu_devices_have_places(slices: Any) -> None:
 
 
 @gpu_compiler.needed
-def test_gpus_have_domains() -> None:
+def test_gpus_have_nvlink_domains() -> None:
     with contract('says of GPUs in which NVLink domain they are, first of their coords', 'to lay meshes out'):
         domains = [
             (of.slice_of(device), of.coords_of(device)) for device in topology_devices('gb200:2x3x4', 1)

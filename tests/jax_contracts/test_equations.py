@@ -1,4 +1,4 @@
-"""What equations of JAX hold, as `scalax/_jax/equations` reads it."""
+"""Tests that `scalax/_jax/equations` reads the parameters of JAX equations."""
 
 import traceback
 from typing import Any
@@ -54,7 +54,7 @@ def mapped(fun: Any = jnp.sin, *, manual: set[str]) -> Any:
     )
 
 
-# accessor, primitive: (function, arguments ...), what it gives
+# accessor, primitive: (function, arguments ...), expected value
 CASES: dict[tuple[Any, str], tuple[tuple[Any, ...], Any]] = {
     (of.dim_of, 'sort'): ((lambda x: lax.sort(x, dimension=1), X), 1),
     (of.dim_of, 'top_k'): ((lambda x: lax.top_k(x, 2), X), 2),
@@ -211,7 +211,7 @@ def test_a_reshape_that_reads_its_operand_in_another_order() -> None:
         assert reordered == [True] or 'transpose' in names
 
 
-def test_values_in_the_memory_of_the_host() -> None:
+def test_types_name_host_memory() -> None:
     with contract('has the memory of a value in its type', 'to leave what is offloaded where it is'):
         jaxpr = jax.make_jaxpr(lambda x: jax.device_put(x, jax.memory.Space.Host))(X)
         assert not of.is_on_device(of.open_jaxpr(jaxpr).outvars[0])
@@ -236,7 +236,7 @@ def test_calls_have_their_jaxpr_with_their_operands(name: str) -> None:
 
 
 @pytest.mark.parametrize('prevents', [True, False])
-def test_operands_of_what_is_computed_again(prevents: bool) -> None:
+def test_checkpoints_say_whether_they_prevent_cse(prevents: bool) -> None:
     def fun(x: Any) -> Any:
         return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)), prevent_cse=prevents)(x).sum()
 
@@ -251,7 +251,7 @@ def test_operands_of_what_is_computed_again(prevents: bool) -> None:
         assert again.params.keys() == without_prevent_cse(again).params.keys()
 
 
-def test_what_runs_a_jaxpr_once() -> None:
+def test_linear_solves_and_shard_maps_run_a_jaxpr_once() -> None:
     def solve(x: Any) -> Any:
         return lax.custom_linear_solve(lambda y: 2 * y, x, lambda _, y: jnp.tanh(y), symmetric=True)
 
@@ -278,7 +278,7 @@ def test_the_solver_of_a_linear_solve_takes_its_constants_and_right_hand_sides()
         np.testing.assert_array_equal(result, 2 * X)
 
 
-def test_the_call_of_a_function_with_its_own_vmap_takes_all_operands() -> None:
+def test_the_call_of_a_custom_vmap_takes_all_operands() -> None:
     @jax.custom_batching.custom_vmap
     def fun(x: Any, y: Any) -> Any:
         return jnp.sin(x) * y
@@ -416,7 +416,7 @@ def test_the_options_of_a_scan(reverse: bool) -> None:
 @pytest.mark.parametrize(
     ('generator', 'same'), [('threefry2x32', True), ('rbg', False), ('unsafe_rbg', False)]
 )
-def test_what_is_drawn_under_vmap(generator: str, same: bool) -> None:
+def test_random_values_drawn_under_vmap(generator: str, same: bool) -> None:
     def fun(data: Any) -> Any:
         return jax.jit(lambda key: jax.random.uniform(key, (2,)))(
             jax.random.wrap_key_data(data, impl=generator)
@@ -429,7 +429,7 @@ def test_what_is_drawn_under_vmap(generator: str, same: bool) -> None:
         assert of.draws_same_under_vmap(jax.make_jaxpr(fun)(data[0])) == same
 
 
-def test_which_equation_makes_a_value_and_what_is_inside() -> None:
+def test_producers_of_values_and_inner_equations() -> None:
     def fun(x: Any) -> Any:
         return jax.jit(jnp.sin)(x) + 1
 

@@ -1,4 +1,4 @@
-"""What JAX reports while it works, as `scalax/_jax/events` hears it."""
+"""Tests that `scalax/_jax/events` receives the monitoring events of JAX."""
 
 import threading
 from typing import Any

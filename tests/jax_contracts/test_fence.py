@@ -1,4 +1,4 @@
-"""Outside of `scalax/_jax` nothing depends on what JAX does not promise: the source is read for patterns."""
+"""Tests that only `scalax/_jax` depends on undocumented behavior of JAX, by patterns in the source."""
 
 import ast
 import itertools
@@ -19,7 +19,7 @@ TREES = {
     if path.parent.name != '_jax'
 }
 
-# Attributes of JAX's objects that no page of JAX promises; and those that not all of them have.
+# Undocumented attributes of JAX objects (`OBSERVED`), and attributes that only some objects have.
 OBSERVED = {
     *('arg_names', 'constvars', 'debug_info', 'manual_axis_type', 'params', 'source_info'),
     *('block_mappings', 'grid_mapping', 'index_map_jaxpr', 'scratch_avals', 'vmapped_dims'),
@@ -32,12 +32,12 @@ ASKED_FOR = OBSERVED | {
     'slice_index',
     'unreduced_kind',
 }
-# What is changed of equations and jaxprs.
+# Fields of equations and jaxprs that `replace` may change.
 CHANGED = {'consts', 'constvars', 'eqns', 'invars', 'jaxpr', 'outvars', 'params', 'source_info'}
 
 
 def called(node: Any) -> str:
-    """The name of what a call calls: 'Var', 'jax.typeof', '.replace'."""
+    """Returns the name of the function that a call calls: 'Var', 'jax.typeof', '.replace'."""
     if not isinstance(node, ast.Call):
         return ''
     text = ast.unparse(node.func)
@@ -78,7 +78,7 @@ def changes_of_equations(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def probes_by_exception(tree: ast.Module) -> Iterator[ast.AST]:
-    """A call of JAX in a `try` some of whose handlers raise nothing."""
+    """Yields each `try` with a call of JAX and a handler that does not raise."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Try):
             calls = [called(inner) for statement in node.body for inner in ast.walk(statement)]
@@ -93,7 +93,7 @@ def probes_by_exception(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def texts_of_errors(tree: ast.Module) -> Iterator[ast.AST]:
-    """A text is looked for in that of an exception."""
+    """Yields each search for a text in the message of an exception."""
     caught = {node.name for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler)} | {'error'}
     for node in ast.walk(tree):
         texts: list[ast.expr] = []
@@ -125,7 +125,9 @@ PATTERNS: dict[Callable[[ast.Module], Iterator[ast.AST]], str] = {
 
 @pytest.mark.medium
 @pytest.mark.parametrize('pattern', PATTERNS, ids=lambda pattern: pattern.__name__)
-def test_what_jax_does_not_promise_is_in_one_room(pattern: Callable[[ast.Module], Iterator[ast.AST]]) -> None:
+def test_only_scalax_jax_relies_on_undocumented_jax(
+    pattern: Callable[[ast.Module], Iterator[ast.AST]],
+) -> None:
     wrong = [
         f'{path.relative_to(ROOT)}:{node.lineno}: {PATTERNS[pattern]}, which belongs into scalax/_jax: '
         f'{ast.unparse(node).splitlines()[0]}'
@@ -174,7 +176,7 @@ NOT_SEEN = {
 
 
 @pytest.mark.parametrize('pattern', PATTERNS, ids=lambda pattern: pattern.__name__)
-def test_the_patterns_see_what_they_are_for(pattern: Callable[[ast.Module], Iterator[ast.AST]]) -> None:
+def test_patterns_match_their_examples(pattern: Callable[[ast.Module], Iterator[ast.AST]]) -> None:
     for source in SEEN[pattern]:
         assert list(pattern(ast.parse(source))), source
     for source in NOT_SEEN[pattern]:
@@ -191,7 +193,7 @@ TESTS = '\n'.join(
 
 
 def asked(path: Path) -> dict[str, str]:
-    """The functions of a file, also those that are assigned, with their docstrings."""
+    """Returns the docstrings of the public functions of a file by name, also of assigned functions."""
     body = ast.parse(path.read_text(encoding='utf-8')).body
     docstrings = {}
     for node, after in itertools.pairwise([*body, None]):
@@ -209,7 +211,7 @@ def test_each_function_has_a_contract(path: Path) -> None:
 
 
 @pytest.mark.parametrize('path', ROOM, ids=lambda path: path.stem)
-def test_each_function_says_on_what_it_relies(path: Path) -> None:
+def test_each_docstring_says_what_the_function_relies_on(path: Path) -> None:
     of_all = ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or ''
     if 'relies on' not in of_all:
         assert [name for name, text in asked(path).items() if 'Relies on' not in text] == []

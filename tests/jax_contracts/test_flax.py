@@ -1,4 +1,4 @@
-"""Boxes of other libraries and modules of flax.nnx, as `scalax/_jax/flax` reads them."""
+"""Tests that `scalax/_jax/flax` reads boxes of other libraries and modules of flax.nnx."""
 
 from typing import Any
 

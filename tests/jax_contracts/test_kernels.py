@@ -1,4 +1,4 @@
-"""What equations of Pallas kernels hold, as `scalax/_jax/kernels` reads it."""
+"""Tests that `scalax/_jax/kernels` reads the equations of Pallas kernels."""
 
 from typing import Any
 
@@ -87,13 +87,13 @@ def test_the_jaxpr_of_a_step() -> None:
 
 
 @pytest.mark.parametrize('interpret', [True, False])
-def test_whether_it_is_interpreted(interpret: bool) -> None:
+def test_kernels_say_whether_they_are_interpreted(interpret: bool) -> None:
     with contract('says whether a kernel is interpreted', 'to leave such a one to the compiler'):
         assert kernels.is_interpreted(equation_of(interpret=interpret)) is interpret
 
 
 STEPS = {
-    # what a kernel does: how it is made, whether its steps may be dealt to devices
+    # what a kernel does: arguments of `kernel`, whether its grid can be split over devices
     'each step has a block': ({}, True),
     'all steps have one result': ({'in_spec': WHOLE, 'out_spec': WHOLE}, False),
     'a step asks for its number': ({'body': numbered}, False),
@@ -101,13 +101,13 @@ STEPS = {
 
 
 @pytest.mark.parametrize('what', STEPS)
-def test_which_steps_may_be_dealt(what: str) -> None:
+def test_which_grids_can_be_split(what: str) -> None:
     options, expected = STEPS[what]
     with contract(f'shows where of a kernel {what}', PURPOSE):
         assert kernels.can_split_grid(equation_of(**options), 0, 2) is expected
 
 
-def test_what_a_kernel_writes() -> None:
+def test_effects_name_the_arguments_a_kernel_writes() -> None:
     with contract('names the arguments that a kernel writes to in its effects', PURPOSE):
         assert kernels._written(equation_of()) == {1}
         assert kernels._written(equation_of(in_place)) == {0, 1}
@@ -123,7 +123,7 @@ def test_scratch_memory() -> None:
         assert kernels.can_split_grid(equation_of(adding, **scratch, compiler_params=compiler_params), 0, 2)
 
 
-def test_dimensions_that_vmap_adds_are_apart() -> None:
+def test_grid_dimensions_that_vmap_adds_can_be_split() -> None:
     with contract('says which dimensions of a grid jax.vmap has added', PURPOSE):
         equation = equation_in('pallas_call', jax.vmap(kernel(numbered)), np.stack([X] * 2))
         [added] = [step for step, size in enumerate(kernels.grid(equation)) if size == 2]
@@ -131,7 +131,7 @@ def test_dimensions_that_vmap_adds_are_apart() -> None:
         assert not kernels.can_split_grid(equation, 1 - added, 2)
 
 
-def test_operands_that_results_take_the_place_of() -> None:
+def test_kernels_with_input_output_aliases() -> None:
     with contract('has input_output_aliases among the parameters of a kernel', PURPOSE):
         assert kernels.can_split_grid(equation_of(input_output_aliases={0: 0}), 0, 2)
         assert not kernels.can_split_grid(

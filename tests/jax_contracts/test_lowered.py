@@ -1,4 +1,4 @@
-"""What lowered programs say, as `scalax/_jax/lowered` reads it."""
+"""Tests that `scalax/_jax/lowered` reads the text of lowered programs."""
 
 from typing import Any
 
@@ -37,14 +37,14 @@ def test_arguments_have_names_specs_and_types(mesh: Mesh) -> None:
         ]
 
 
-def test_results_have_specs_where_they_are_asked_for(mesh: Mesh) -> None:
+def test_results_have_the_requested_specs(mesh: Mesh) -> None:
     shardings = NamedSharding(mesh, P('x')), None
     program = jax.jit(lambda x: (x, jnp.sum(x)), out_shardings=shardings).lower(like(mesh, P('x')))
     with contract('writes the shardings of results into lowered programs', 'to plan them'):
         assert of.results_of(program) == [('', P('x', None), 32 * 32), ('', None, 32)]
 
 
-def test_the_text_of_a_program_does_not_depend_on_lines(mesh: Mesh) -> None:
+def test_the_text_of_a_program_has_no_line_numbers(mesh: Mesh) -> None:
     def text(source: str, name: str = 'step') -> str:
         space: dict[str, Any] = {'jax': jax}
         exec(compile(source.replace('NAME', name), f'{name}{len(source)}.py', 'exec'), space)
@@ -57,7 +57,7 @@ def test_the_text_of_a_program_does_not_depend_on_lines(mesh: Mesh) -> None:
         assert 'step' in text(source)
 
 
-def test_what_is_in_the_memory_of_the_host(mesh: Mesh) -> None:
+def test_arguments_in_host_memory_need_no_device_memory(mesh: Mesh) -> None:
     x = like(mesh, P('x'), memory_kind='pinned_host')
     program = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device) + 1).lower(x)
     with contract('writes the memory of arguments into lowered programs', 'to count that of devices'):

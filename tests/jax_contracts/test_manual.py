@@ -1,4 +1,4 @@
-"""Equations that are manual along mesh axes, and random bits of a block, are what JAX makes of them."""
+"""Tests that equations along manual mesh axes, and random bits of a block, equal those that JAX traces."""
 
 import functools
 
@@ -100,7 +100,7 @@ def test_barriers_have_no_parameters():
 
 
 def test_other_axes_stay_auto():
-    """Types, constraints and nested functions are what JAX makes of them where some axes are Auto."""
+    """Types, constraints and nested functions equal those that JAX traces where some axes are Auto."""
     mesh = AbstractMesh((4, 2), ('fsdp', 'tp'), axis_types=(AxisType.Auto,) * 2)
 
     def constrain(x):
@@ -125,7 +125,7 @@ def test_other_axes_stay_auto():
 
 @pytest.mark.parametrize('constants, carried, elements, results', [(0, 1, 1, 0), (1, 2, 0, 3), (3, 0, 2, 1)])
 def test_scans_with_one_constant_more(constants, carried, elements, results):
-    """A `scan` takes a further constant, if its parameters are those of the new number of operands."""
+    """A `scan` runs with one more constant if its parameters have the new operand counts."""
 
     def loop(fixed, begun, stacks):
         def layer(state, parts):
@@ -181,7 +181,7 @@ EXCHANGES = {
 
 
 @pytest.mark.parametrize('name', EXCHANGES)
-def test_dimensions_that_an_exchange_keeps(name):
+def test_dimensions_that_a_collective_keeps(name):
     function, expected = EXCHANGES[name]
     mapped = jax.shard_map(
         function, mesh=MESH, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
@@ -225,21 +225,21 @@ def test_callbacks_have_effects_and_may_be_ordered(ordered):
     assert [*map(is_ordered, callbacks)] == [ordered] * 3
 
 
-def test_callbacks_for_blocks_say_so():
+def test_partitioned_callbacks_are_recognized():
     for partitioned in (False, True):
         call = functools.partial(jax.debug.callback, print, partitioned=partitioned)
         [equation] = traced(call, jnp.ones(())).eqns
         assert is_partitioned_callback(equation) == partitioned
 
 
-def test_what_asks_for_a_sharding_has_the_function_that_is_told():
+def test_inspect_sharding_has_its_callback():
     [equation] = traced(lambda x: jax.debug.inspect_array_sharding(x, callback=print), jnp.ones(())).eqns
     assert equation.primitive.name == 'inspect_sharding'
     assert has_effects(equation)
     assert sharding_callback(equation) is print
 
 
-def test_arrays_that_change_in_place_have_types_of_their_own():
+def test_equations_that_take_refs_are_recognized():
     def change(x):
         ref = jax.new_ref(x)
         ref[0] = 1.0
@@ -261,8 +261,8 @@ def test_annotated_calls_have_their_jaxpr():
         assert sine.primitive.name == 'sin'
 
 
-def test_scopes_behind_all_others():
-    """The name of an operation in HLO has them as well, and a line stays."""
+def test_scopes_are_added_innermost():
+    """The name of the HLO operation has the scope too, and the equation keeps its traceback."""
 
     def fun(x):
         with jax.named_scope('layer'):
@@ -305,7 +305,7 @@ def test_parameters_of_blocks(function, local, expected):
     assert local_params(equation, [(1, 12)], [local]) == expected
 
 
-def test_equations_of_backward_passes_are_told():
+def test_equations_of_backward_passes_are_recognized():
     eqns = traced(jax.grad(lambda x: jnp.sin(x).sum()), jnp.ones(3)).eqns
     assert [is_backward(equation) for equation in eqns if equation.primitive.name in ('cos', 'mul')] == [
         False,

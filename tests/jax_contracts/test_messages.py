@@ -1,4 +1,4 @@
-"""What errors of JAX say, as `scalax/_jax/error_texts` reads them."""
+"""Tests that `scalax/_jax/error_texts` recognizes the messages of JAX errors."""
 
 import importlib.util
 import os
@@ -29,7 +29,7 @@ except ValueError as error:
 
 
 @pytest.mark.medium
-def test_no_cluster_is_found() -> None:
+def test_message_without_a_cluster() -> None:
     env = {
         name: value
         for name, value in os.environ.items()
@@ -41,7 +41,7 @@ def test_no_cluster_is_found() -> None:
         assert done.stdout.strip() == 'True', done.stdout + done.stderr
 
 
-def test_it_is_too_late_to_join() -> None:
+def test_message_of_a_late_initialize() -> None:
     assert jax.devices()
     with contract('says that jax.distributed.initialize "must be called before"', 'to run alone'):
         with pytest.raises(RuntimeError) as caught:
@@ -49,7 +49,7 @@ def test_it_is_too_late_to_join() -> None:
         assert error_texts.is_late(caught.value)
 
 
-def test_a_compiler_does_not_know_an_option() -> None:
+def test_message_of_an_unknown_compiler_option() -> None:
     lowered = jax.jit(lambda x: x + 1).lower(np.ones(3))
     with contract('names the compile option that it does not know', 'to say whose option it is'):
         with pytest.raises(jax.errors.JaxRuntimeError) as caught:
@@ -68,7 +68,7 @@ INDIVISIBLE = {
 
 
 @pytest.mark.parametrize('what', INDIVISIBLE)
-def test_a_dimension_does_not_divide(what: str) -> None:
+def test_message_of_an_indivisible_dimension(what: str) -> None:
     mesh = jax.make_mesh((8,), ('x',), axis_types=(AxisType.Explicit,))
     with contract(
         f'says "divide" or "divisible" of {what} that does not', 'to rule candidates of a search out'
@@ -85,7 +85,7 @@ def tpu() -> Mesh:
     return Mesh(np.array(topology_devices('v5e:2x4', 1)), ('x',))
 
 
-def test_a_program_is_too_large(tpu: Mesh) -> None:
+def test_message_of_a_program_that_is_too_large(tpu: Mesh) -> None:
     large = jax.ShapeDtypeStruct((2**36,), 'float32', sharding=NamedSharding(tpu, P('x')))
     lowered = jax.jit(lambda x: x + 1).lower(large)
     with contract('says RESOURCE_EXHAUSTED of programs that do not fit', 'to plan them all the same'):
@@ -94,7 +94,7 @@ def test_a_program_is_too_large(tpu: Mesh) -> None:
         assert error_texts.is_out_of_memory(caught.value)
 
 
-def test_a_kernel_cannot_be_partitioned(tpu: Mesh) -> None:
+def test_message_of_an_unpartitionable_kernel(tpu: Mesh) -> None:
     def double(x_ref, out_ref):
         out_ref[...] = 2 * x_ref[...]
 
@@ -106,7 +106,7 @@ def test_a_kernel_cannot_be_partitioned(tpu: Mesh) -> None:
         assert error_texts.is_unpartitioned(caught.value)
 
 
-def test_a_compiler_knows_no_custom_partitioning(tpu: Mesh) -> None:
+def test_message_of_a_compiler_without_custom_partitioning(tpu: Mesh) -> None:
     @custom_partitioning
     def partitioned(x):
         return x + 1
@@ -124,13 +124,13 @@ def test_a_compiler_knows_no_custom_partitioning(tpu: Mesh) -> None:
 
 
 @pytest.mark.parametrize('text', ['mismatched PJRT API version 0.1', 'libtpu version 1 is too old'])
-def test_libtpu_does_not_fit(text: str) -> None:
-    # JAX and libtpu raise it when they are loaded: the texts are those of JAX 0.10 to 0.12.
+def test_messages_of_an_incompatible_libtpu(text: str) -> None:
+    # JAX and libtpu raise these errors when they are loaded; the texts are those of JAX 0.10 to 0.12.
     assert error_texts.is_wrong_libtpu(RuntimeError(text))
     assert not error_texts.is_wrong_libtpu(RuntimeError('no such topology'))
 
 
-def test_a_sharding_repeats_a_mesh_axis() -> None:
+def test_message_of_a_repeated_mesh_axis() -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ('data', 'tp'))
     with contract(
         'says that a mesh axis is for "at most one positional dimension" and has "duplicate entries"',

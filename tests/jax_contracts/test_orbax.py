@@ -1,4 +1,4 @@
-"""What `scalax.checkpoint` knows of Orbax beyond its documentation."""
+"""Tests of the undocumented behavior of Orbax that `scalax.checkpoint` relies on."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def test_the_barrier_of_saves() -> None:
         known_of_orbax.wait_for_processes('scalax', None, 60)
 
 
-def test_the_mark_of_unfinished_folders(tmp_path: Path) -> None:
+def test_orbax_skips_unfinished_folders(tmp_path: Path) -> None:
     for name in (
         '1',
         f'2{known_of_orbax.unfinished_mark()}',
@@ -41,7 +41,7 @@ def test_where_steps_are_committed_by_a_file() -> None:
     assert kinds.COMMIT_SUCCESS_FILE == known_of_orbax.COMMITTED, 'Orbax marks complete steps by another file'
 
 
-def test_a_step_that_is_named_is_complete(tmp_path: Path) -> None:
+def test_a_folder_with_its_final_name_is_complete(tmp_path: Path) -> None:
     assert known_of_orbax.is_complete(epath.Path(tmp_path)), 'a step is complete when it has its name'
 
 

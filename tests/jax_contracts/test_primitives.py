@@ -1,4 +1,4 @@
-"""Which primitives are JAX's own, as `scalax/_jax/primitives` tells."""
+"""Tests that `scalax/_jax/primitives` tells JAX primitives from those of other libraries."""
 
 import subprocess
 import sys
@@ -23,13 +23,13 @@ NAMES = sorted({*RULES, *WITH_JAXPRS, KERNEL})
 
 @pytest.mark.parametrize('name', NAMES)
 def test_each_primitive_of_the_tables_is_listed(name: str) -> None:
-    # Others may be missing in this version.
+    # This version of JAX may lack primitives of `_NOT_IN_ALL`.
     is_listed = name in primitives._jax_primitives(True) or name in primitives._NOT_IN_ALL
     with contract(f'lists its primitive {name!r} in a public module', 'to tell it from one of somebody else'):
         assert is_listed
 
 
-# What has no rule, and why none is missed.
+# Primitives without a rule, and why they need none.
 OPAQUE = {
     **dict.fromkeys(('after_all', 'create_token'), 'tokens have no dimensions'),
     **dict.fromkeys(('empty2', 'iota', 'rng_uniform'), 'it takes no array'),
@@ -60,7 +60,7 @@ def test_primitives_of_every_version_are_no_exceptions() -> None:
     assert set(NAMES) >= primitives._NOT_IN_ALL
 
 
-def test_primitives_that_functions_make_are_those_listed() -> None:
+def test_traced_primitives_are_listed() -> None:
     def fun(x: Any) -> Any:
         return jax.jit(jnp.sin)(x) @ jax.lax.scan(lambda c, y: (c + y, c), x[0], x)[1].T
 
@@ -70,7 +70,7 @@ def test_primitives_that_functions_make_are_those_listed() -> None:
 
 
 @pytest.mark.parametrize('name', ['sin', 'closed_call', 'stack', KERNEL])
-def test_primitives_of_others(name: str) -> None:
+def test_primitives_that_share_a_name_with_jax_are_not_jax_primitives(name: str) -> None:
     assert pallas
     equation = SimpleNamespace(primitive=jax.extend.core.Primitive(name))
     with contract('compares primitives by identity', 'to tell its own from those of others'):

@@ -1,4 +1,4 @@
-"""What the devices of a process still have to do, as `scalax/_jax/device_queue` asks."""
+"""Tests that `scalax/_jax/device_queue` waits for the pending work of the devices of a process."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ jax.devices()
 
 
 class Waiting:
-    """A program on all devices that ends when it may; the call returns before that."""
+    """A program on all devices that ends once `may_end` is set; the call returns before that."""
 
     def __init__(self) -> None:
         self.may_end = threading.Event()
@@ -69,7 +69,7 @@ def test_the_last_program_runs_after_those_whose_results_were_dropped(in_a_threa
     assert not last.is_alive()
 
 
-def test_unfinished_are_the_arrays_that_are_not_computed_yet() -> None:
+def test_pending_arrays_are_not_computed_yet() -> None:
     waiting = Waiting()
     try:
         with contract('says which arrays are not computed yet', 'to name them at exit'):
@@ -83,7 +83,7 @@ def test_unfinished_are_the_arrays_that_are_not_computed_yet() -> None:
     assert not any(array is result for array in pending_arrays('cpu'))
 
 
-def test_what_fails_is_told_and_the_rest_is_waited_for() -> None:
+def test_drain_returns_the_errors_of_failed_arrays() -> None:
     waiting = Waiting()
 
     def fail(rows: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Jaxprs and equations that are made of others, as `scalax/_jax/rewriting` makes them."""
+"""Tests that `scalax/_jax/rewriting` makes jaxprs and equations from others."""
 
 from typing import Any
 
@@ -102,7 +102,7 @@ def test_a_constraint_depends_on_sharding_rank_and_trace_context_only(mesh: Mesh
         )
 
 
-def test_what_is_kept_of_constraints_is_of_one_mesh_in_force(mesh: Mesh) -> None:
+def test_cached_constraints_depend_on_the_ambient_mesh(mesh: Mesh) -> None:
     sharding = NamedSharding(mesh, P('x'))
     [equation] = open_jaxpr(jax.make_jaxpr(jnp.sin)(X)).eqns
     with contract('tells traces under other meshes apart', 'to keep equations of constraints'):
@@ -114,7 +114,7 @@ def test_what_is_kept_of_constraints_is_of_one_mesh_in_force(mesh: Mesh) -> None
             assert constraint.ctx.cur_abstract_mesh == ambient
 
 
-def test_a_constraint_that_is_made_is_one(mesh: Mesh) -> None:
+def test_a_made_constraint_constrains_its_result(mesh: Mesh) -> None:
     with contract('runs a constraint whose result is a new variable', 'to constrain values'):
         jaxpr = jax.make_jaxpr(jnp.sin)(X)
         [equation] = open_jaxpr(jaxpr).eqns
@@ -127,7 +127,7 @@ def test_a_constraint_that_is_made_is_one(mesh: Mesh) -> None:
         np.testing.assert_allclose(result, jnp.sin(X), rtol=1e-6)
 
 
-def test_what_is_kept_of_constraints_is_of_one_trace_context(mesh: Mesh) -> None:
+def test_cached_constraints_depend_on_the_trace_context(mesh: Mesh) -> None:
     from jax.experimental.xla_metadata import set_xla_metadata
 
     sharding = NamedSharding(mesh, P('x'))
@@ -140,7 +140,7 @@ def test_what_is_kept_of_constraints_is_of_one_trace_context(mesh: Mesh) -> None
         assert not later.ctx.xla_metadata
 
 
-def test_an_equation_is_made_of_a_function() -> None:
+def test_an_equation_is_traced_from_a_function() -> None:
     with contract('makes one equation of a function of one operation', 'to run kernels on their rows'):
         like = equation_in('sin', jnp.sin, X)
         traced = rewriting.trace_equation(jnp.cos, like)
@@ -203,7 +203,7 @@ def test_a_jaxpr_runs_as_one_equation() -> None:
         np.testing.assert_allclose(gradient, np.cos(X) * X, rtol=1e-5, atol=1e-6)
 
 
-def test_a_call_of_a_jaxpr_comes_in_place_of_an_equation() -> None:
+def test_a_call_of_a_jaxpr_replaces_an_equation() -> None:
     with contract('runs a jit that calls another jaxpr', 'to open operations that are made of others'):
         table = jnp.arange(3.0)
         jaxpr = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(X)
@@ -247,7 +247,7 @@ def test_an_equation_is_bound_to_other_operands() -> None:
         np.testing.assert_array_equal(jax.jit(bound)(np.ones((4, 3))), np.full(4, 3.0))
 
 
-def test_a_part_of_a_jaxpr_is_one() -> None:
+def test_a_part_of_a_jaxpr_is_extracted_as_a_jaxpr() -> None:
     def fun(x: Any, y: Any) -> Any:
         doubled = 2 * x
         return jnp.sin(doubled) + y, jnp.cos(y)
@@ -281,7 +281,7 @@ def test_a_jaxpr_is_flattened() -> None:
 
 
 @pytest.mark.parametrize('fun', [jnp.sin, lambda x: x + x, lambda x: jnp.sort(x), lambda x: jnp.split(x, 2)])
-def test_an_equation_is_run(fun: Any) -> None:
+def test_an_equation_is_evaluated(fun: Any) -> None:
     x = np.linspace(0, 1, 4, dtype=np.float32)
     [equation] = open_jaxpr(rewriting.inline_calls(jax.make_jaxpr(fun)(x), lambda call: True)).eqns
     with contract('makes a jaxpr of one equation', 'to run steps equation by equation'):
@@ -291,7 +291,7 @@ def test_an_equation_is_run(fun: Any) -> None:
 
 MANY, ROWS, PLACES = np.ones((6, 4), np.float32), np.ones((3, 4), np.float32), np.array([[1], [2]])
 LOOKED_UP = lax.GatherDimensionNumbers((0,), (1,), (1,))
-# Primitives with sizes: a function and its operands, the dimension of rows in its result, and its shape then.
+# Primitives with size parameters: function, further operands, row dimension of the result, resized shape.
 RESIZED: dict[str, tuple[Any, tuple[Any, ...], int, tuple[int, ...]]] = {
     'reshape': (lambda x: x.reshape(6, 2, 2), (), 0, (3, 2, 2)),
     'broadcast_in_dim': (lambda x: lax.broadcast_in_dim(x, (2, 6, 4), (1, 2)), (), 1, (2, 3, 4)),
@@ -348,7 +348,7 @@ def test_an_added_loop_takes_what_it_closes_over_in_its_own_order() -> None:
     with contract('makes one equation of a loop', 'to add it to a jaxpr'):
         added = rewriting.trace_added_equation(looped, like, [*operands, like.invars[0]])
         assert added.primitive.name == 'scan'
-        # The body multiplies first.
+        # The body multiplies by `y` before it adds `x`, so `y` is its first captured value.
         assert [*map(id, added.invars)] == [id(operands[1]), id(operands[0]), id(like.invars[0])]
 
 

@@ -13,8 +13,8 @@ from tests.support.contracts import contract
 
 
 @pytest.mark.medium
-def test_xla_takes_what_is_in_the_padding_of_updates_for_updates() -> None:
-    """Where this fails, XLA has mended it, and `scatter_padding` can go."""
+def test_xla_counts_padding_of_updates_as_updates() -> None:
+    """If this fails, XLA has fixed the bug, and `scatter_padding` can be removed."""
     mesh = jax.make_mesh((4, 2), ('x', 'y'), axis_types=(AxisType.Auto,) * 2)
     groups = jnp.arange(16) % 8
     split = jax.device_put(groups, NamedSharding(mesh, P('x')))
@@ -22,16 +22,16 @@ def test_xla_takes_what_is_in_the_padding_of_updates_for_updates() -> None:
     def counts(groups: jax.Array) -> jax.Array:
         return jnp.bincount(groups[:-1], length=8)
 
-    def mended(groups: jax.Array) -> jax.Array:
+    def corrected(groups: jax.Array) -> jax.Array:
         jaxpr = apply_workarounds(jax.make_jaxpr(counts)(groups), mesh, [], name='f')
         [result] = rewriting.eval_jaxpr(jaxpr, [groups])
         return result
 
     expected = counts(groups)
-    with contract('counts what is in the padding', 'to mend it', library='jaxlib'):
+    with contract('counts what is in the padding', 'to work around it', library='jaxlib'):
         assert jax.jit(counts)(split).sum() > 15
-    with contract('splits them evenly behind a pad', 'to mend it', library='jaxlib'):
-        np.testing.assert_array_equal(jax.jit(mended)(split), expected)
+    with contract('splits them evenly behind a pad', 'to work around it', library='jaxlib'):
+        np.testing.assert_array_equal(jax.jit(corrected)(split), expected)
 
 
 def test_xla_computes_nonzero_wrong_along_a_padded_dimension() -> None:

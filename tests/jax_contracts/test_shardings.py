@@ -1,4 +1,4 @@
-"""What versions of JAX say of specs, as `scalax/_jax/shardings` reads it."""
+"""Tests that `scalax/_jax/shardings` reads specs in all supported versions of JAX."""
 
 import jax
 import numpy as np
@@ -24,14 +24,14 @@ def test_kinds_of_sums() -> None:
             assert shardings.unreduced_kind(P(unreduced={'a'}, unreduced_kind=kind)) == name
 
 
-def test_versions_that_deleted_arguments_end() -> None:
+def test_versions_that_crash_on_deleted_arguments() -> None:
     with contract('has its version as numbers', 'to check for deleted arguments before 0.11.1'):
         assert (jax.__version_info__ < (0, 11, 1)) == shardings.DELETED_ARGUMENTS_CRASH
         assert jax.__version__.startswith(('0.10.', '0.11.0')) == shardings.DELETED_ARGUMENTS_CRASH
 
 
 @pytest.mark.parametrize('has_devices', [True, False])
-def test_programs_learn_their_devices(has_devices: bool) -> None:
+def test_programs_compile_for_the_devices_of_a_mesh(has_devices: bool) -> None:
     mesh = Mesh(np.array(jax.devices()), ('x',))
     mesh_to_compile_for = mesh if has_devices else mesh.abstract_mesh
 

@@ -1,4 +1,4 @@
-"""What JAX gives or refuses in which transformation, as `scalax/_jax/tracing` asks for it."""
+"""Tests that `scalax/_jax/tracing` recognizes transformations, types and trace contexts of JAX."""
 
 import types
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def mesh() -> Mesh:
 
 
 def seen_in(transformed: Callable[[Any], Any], ask: Callable[[Any], Any], x: Any = X) -> Any:
-    """What a question gives inside a transformation."""
+    """Returns the answer of `ask` inside a transformation."""
     answers = []
 
     def fun(x: Any) -> Any:
@@ -78,7 +78,7 @@ def test_the_trace_of_nothing_is_kept_by_the_trace_context(name: str) -> None:
         assert tracing.trace_context() is outside
 
 
-def test_traces_differ() -> None:
+def test_traces_of_transformations_differ() -> None:
     outside = tracing.current_trace()
     with contract('gives an object that compares by the trace at work', 'to know names used in inner traces'):
         assert outside == tracing.current_trace()

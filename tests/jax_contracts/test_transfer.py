@@ -1,4 +1,4 @@
-"""What is relied on of `jax.experimental.transfer`, in one process that is both sides."""
+"""Tests of `jax.experimental.transfer`, with one process as sender and receiver."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def test_arrays_are_fetched_from_a_program_that_offers_them() -> None:
             np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
 
 
-def test_what_nobody_has_offered_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_that_were_not_offered_are_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     server = transfer.server('127.0.0.1')
     device = jax.local_devices()[0]
     sent = jax.device_put(jnp.arange(3.0), device)
@@ -42,7 +42,7 @@ def test_what_nobody_has_offered_is_not_ready(monkeypatch: pytest.MonkeyPatch) -
         np.testing.assert_array_equal(np.asarray(coming[0]), [0, 1, 2])
 
 
-def test_what_was_fetched_is_gone() -> None:
+def test_arrays_are_fetched_once() -> None:
     server = transfer.server('127.0.0.1')
     device = jax.local_devices()[0]
     sent = jax.device_put(jnp.arange(3.0), device)
@@ -54,7 +54,7 @@ def test_what_was_fetched_is_gone() -> None:
         assert not transfer.wait_ready(transfer.fetch(connection, number, structs), 0.2)
 
 
-def test_numbers_cannot_be_guessed() -> None:
+def test_offer_numbers_are_random() -> None:
     server = transfer.server('127.0.0.1')
     sent = jax.device_put(jnp.arange(3.0), jax.local_devices()[0])
     numbers = [transfer.offer(server, [sent]) for _ in range(8)]

@@ -1,4 +1,4 @@
-"""Arrays of a weak type, as `scalax/_jax/weak_types` makes them."""
+"""Tests that `scalax/_jax/weak_types` makes weakly typed arrays."""
 
 import jax
 import numpy as np
