@@ -22,11 +22,11 @@ F32 = 4
 
 def rows(plan):
     """What is sent: (kind, axes) -> (count, bytes of all executions)."""
-    found = {}
+    totals = {}
     for row in plan.collectives:
-        count, moved = found.get((row.kind, row.axes), (0, 0))
-        found[row.kind, row.axes] = count + row.count, moved + row.count * row.bytes
-    return found
+        count, moved = totals.get((row.kind, row.axes), (0, 0))
+        totals[row.kind, row.axes] = count + row.count, moved + row.count * row.bytes
+    return totals
 
 
 # --- Programs: (function of a helper's sjit, arguments, {(kind, axes): (count, bytes)}) --------------------
@@ -92,10 +92,10 @@ def rematerialised():
     fun = HELPER.sjit(
         jax.grad(loss), in_shardings=(P(None, 'fsdp'), P('fsdp')), out_shardings=P(None, 'fsdp')
     )
-    each = 64 * 64 * F32
+    weight_bytes = 64 * 64 * F32
     expected = {
-        ('all-gather', ('fsdp',)): (2 * 5, 2 * 5 * each),
-        ('all-reduce', ('fsdp',)): (5, 5 * each),  # the partitioner's way to say reduce-scatter
+        ('all-gather', ('fsdp',)): (2 * 5, 2 * 5 * weight_bytes),
+        ('all-reduce', ('fsdp',)): (5, 5 * weight_bytes),  # the partitioner's way to say reduce-scatter
     }
     return HELPER, fun, (leaf(5, 64, 64), leaf(16, 64)), expected
 
@@ -133,8 +133,8 @@ def experts():
         return with_sharding_constraint(2 * there, P('fsdp'))
 
     fun = HELPER.sjit(dispatch, in_shardings=P('fsdp'), out_shardings=P('fsdp'))
-    whole = 8 * 4 * 2 * 16 * F32
-    return HELPER, fun, (leaf(8, 4, 2, 16),), {('all-to-all', ('fsdp',)): (2, 2 * whole)}
+    array_bytes = 8 * 4 * 2 * 16 * F32
+    return HELPER, fun, (leaf(8, 4, 2, 16),), {('all-to-all', ('fsdp',)): (2, 2 * array_bytes)}
 
 
 def by_hand():

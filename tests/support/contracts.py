@@ -25,8 +25,7 @@ def contract(does: str, purpose: str, *, library: str = 'jax') -> Iterator[None]
 
 def equation_in(name: str, fun: Callable[..., Any], *args: Any) -> Any:
     """The first equation of a primitive in the jaxpr of a function."""
-    found = [each for each in all_equations(jax.make_jaxpr(fun)(*args)) if each.primitive.name == name]
-    assert found, (
-        f'no {name!r} in {[each.primitive.name for each in all_equations(jax.make_jaxpr(fun)(*args))]}'
-    )
-    return found[0]
+    equations = list(all_equations(jax.make_jaxpr(fun)(*args)))
+    matches = [equation for equation in equations if equation.primitive.name == name]
+    assert matches, f'no {name!r} in {[equation.primitive.name for equation in equations]}'
+    return matches[0]

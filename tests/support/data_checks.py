@@ -37,11 +37,13 @@ def count() -> int:
 
 def orders() -> dict[str, list[Any]]:
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    each = len(devices) // count()
+    per_process = len(devices) // count()
     return {
         'as they come': devices,
         'backwards': devices[::-1],
-        'process by process in turn': [devices[p * each + i] for i in range(each) for p in range(count())],
+        'process by process in turn': [
+            devices[p * per_process + i] for i in range(per_process) for p in range(count())
+        ],
         'evens first': devices[::2] + devices[1::2],
     }
 

@@ -48,9 +48,9 @@ def read_blocks(markdown: str) -> list[Block]:
     while number < len(lines):
         fence = re.fullmatch(r'( *)(`{3,}|~{3,})\s*([\w+-]*).*', lines[number])
         if fence is None:
-            if found := COMMENT.fullmatch(lines[number]):
+            if match := COMMENT.fullmatch(lines[number]):
                 assert comment is None, f'line {number + 1}: two comments before one block'
-                comment = found
+                comment = match
             elif lines[number].strip():
                 assert comment is None, f'line {number}: the comment has no block after it'
             number += 1

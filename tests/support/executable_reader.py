@@ -239,9 +239,9 @@ class _Reader:
             state = self.run(body, [state])
             rounds += 1
         if again is None:
-            known = line.config().get('known_trip_count')
-            assert known, f'a loop whose length depends on data: {line.name}'
-            for _ in range(rounds, int(known['n'])):
+            trip_count = line.config().get('known_trip_count')
+            assert trip_count, f'a loop whose length depends on data: {line.name}'
+            for _ in range(rounds, int(trip_count['n'])):
                 state = self.run(body, [state])
         return state
 
@@ -260,14 +260,14 @@ class _Reader:
         self.counts.add(
             Counts(
                 max(
-                    (one.collectives for one in counts),
-                    key=lambda found: sum(moved for _, moved in found.values()),
+                    (total.collectives for total in counts),
+                    key=lambda collectives: sum(moved for _, moved in collectives.values()),
                 ),
-                max(one.flops for one in counts),
-                max(one.to_host for one in counts),
-                max(one.from_host for one in counts),
-                max(one.hbm for one in counts),
-                max(one.modelled for one in counts),
+                max(total.flops for total in counts),
+                max(total.to_host for total in counts),
+                max(total.from_host for total in counts),
+                max(total.hbm for total in counts),
+                max(total.modelled for total in counts),
             )
         )
 
@@ -291,12 +291,12 @@ class _Reader:
 
     def collective(self, line: _Line, kind: str, operands: list[Any]) -> Any:
         underway = None
-        if place := line.config().get('async_collective_fusion_config'):
+        if fusion := line.config().get('async_collective_fusion_config'):
             chain = line.attributes.get('frontend_attributes', '')
             underway = _Underway(kind, line.attributes['channel_id'], chain)
             if underway in operands:
                 return underway
-            assert place['flag_start'] == '-1', f'not the first of its fusions: {line.name}'
+            assert fusion['flag_start'] == '-1', f'not the first of its fusions: {line.name}'
         assert not any(isinstance(value, _Underway) for value in operands), line.name
         scattered = kind == 'all-reduce' and self.scattered(line)
         axes, size = self.across(kind, line)
@@ -328,8 +328,8 @@ class _Reader:
         kind = ACROSS_SLICES[words['_xla_megascale_transfer_type'].strip('"')]
         groups = slice_groups(words['_xla_megascale_target'])
         # The first device of each slice stands for the others.
-        each = math.prod(self.mesh.values()) // self.slices
-        axes = axes_of([[(number - 1) * each for number in group] for group in groups], self.mesh)
+        slice_size = math.prod(self.mesh.values()) // self.slices
+        axes = axes_of([[(number - 1) * slice_size for number in group] for group in groups], self.mesh)
         size = max(map(len, groups))
         if kind == 'collective-permute':
             size = math.prod(self.mesh[axis] for axis in axes)
@@ -348,26 +348,26 @@ class _Reader:
         }
         users = [user for user in body if any(word in parts for word, _ in user.operands)]
         opcodes = {user.opcode for user in users if user.name not in parts}
-        found = name in self.module.fused and opcodes == {'dynamic-slice'}
-        assert found == name.startswith('all-reduce-scatter'), name
-        return found
+        result = name in self.module.fused and opcodes == {'dynamic-slice'}
+        assert result == name.startswith('all-reduce-scatter'), name
+        return result
 
     @functools.cache  # noqa: B019 - a reader lives for one test
     def flops(self, line: _Line) -> int:
-        left, right = (self.module.shape(line, place) for place in (0, 1))
+        left, right = (self.module.shape(line, index) for index in (0, 1))
         if line.opcode == 'dot':
-            over = [int(place) for place in re.findall(r'\d+', line.attributes['lhs_contracting_dims'])]
-            return 2 * math.prod(line.shape.dims) * math.prod(left.dims[place] for place in over)
+            over = [int(index) for index in re.findall(r'\d+', line.attributes['lhs_contracting_dims'])]
+            return 2 * math.prod(line.shape.dims) * math.prod(left.dims[index] for index in over)
         return 2 * _multiplications(line, left, right)
 
     @functools.cache  # noqa: B019 - a reader lives for one test
     def flops_of_library(self, line: _Line, target: str) -> int:
         """Those of a product of cuBLAS or a convolution of cuDNN; the rest of the result is scratch."""
-        left, right, result = (*(self.module.shape(line, place) for place in (0, 1)), line.shape[0])
+        left, right, result = (*(self.module.shape(line, index) for index in (0, 1)), line.shape[0])
         if target.startswith('__cublas$'):
             numbers = json.loads(line.attributes['backend_config'])['gemm_backend_config']
             over = map(int, numbers['dot_dimension_numbers']['lhs_contracting_dimensions'])
-            return 2 * math.prod(result.dims) * math.prod(left.dims[place] for place in over)
+            return 2 * math.prod(result.dims) * math.prod(left.dims[index] for index in over)
         # Gradients are written with the window of the convolution that they are of.
         if target == '__cudnn$convBackwardInput':
             left, result = result, left
@@ -394,8 +394,8 @@ class _Reader:
             shape = shape[0]
         elif line.opcode != kind:
             shape = shape[1]
-        sources = [self.module.shape(line, place) for place in range(len(line.operands))]
-        if all(one.space != HOST for one in _arrays((shape, *sources))):
+        sources = [self.module.shape(line, index) for index in range(len(line.operands))]
+        if all(array.space != HOST for array in _arrays((shape, *sources))):
             return
         assert kind in ('copy', 'slice', 'dynamic-slice', 'dynamic-update-slice', 'bitcast'), line.opcode
         # What is written is the array itself, or the part of another that changes.
@@ -410,11 +410,13 @@ class _Reader:
         """All that an instruction may read from the memory of the device and write to it."""
         if line.opcode in STILL:
             return 0
-        shapes = [self.module.shape(line, place) for place in range(len(line.operands))]
+        shapes = [self.module.shape(line, index) for index in range(len(line.operands))]
         shapes = [] if line.opcode.endswith('-done') else shapes
         begins = line.opcode.endswith('-start') or line.opcode in ('send', 'recv')
         shapes += [] if begins else [line.shape]
-        return sum(_bytes(one) for one in _arrays(tuple(shapes)) if one.space == 0 and one.dtype != 'token')
+        return sum(
+            _bytes(array) for array in _arrays(tuple(shapes)) if array.space == 0 and array.dtype != 'token'
+        )
 
     @functools.cache  # noqa: B019 - a reader lives for one test
     def modelled(self, line: _Line) -> float:
@@ -424,12 +426,12 @@ class _Reader:
         costs = {cost['name']: cost['exec_time_us'] for cost in line.config().get('reification_cost', ())}
         if line.attributes.get('kind') == 'kCustom' and costs.get('sol') == 0.01:  # it does not know
             inside = self.module.bodies[line.attributes['calls']]
-            library = any(one.opcode == 'custom-call' for one in inside)
+            library = any(instruction.opcode == 'custom-call' for instruction in inside)
             return 0.0 if library else costs.get('indexing-cost-model', 0.0)
         microseconds = costs.get('sol', 0.0)
         if microseconds and line.opcode == 'custom-call':
             result = line.shape[0]
-            types = {result.dtype, *(self.module.shape(line, place).dtype for place in (0, 1))}
+            types = {result.dtype, *(self.module.shape(line, index).dtype for index in (0, 1))}
             if types not in ({'bf16'}, {'f32'}):  # not measured: XLA multiplies it for bytes of the result
                 microseconds /= BYTES[result.dtype] ** 3
         return microseconds
@@ -441,9 +443,9 @@ class _Reader:
             if any(kind in line.opcode for kind in (*KINDS, 'convolution', 'dot', 'custom-call', '-start')):
                 return True
             shapes = _arrays(line.shape)
-            if any(one.space == HOST for one in shapes):
+            if any(array.space == HOST for array in shapes):
                 return True
-            if line.root and any(one.dtype in WHOLE_NUMBERS and not one.dims for one in shapes):
+            if line.root and any(array.dtype in WHOLE_NUMBERS and not array.dims for array in shapes):
                 return True
             if any(self.matters(line.attributes[key]) for key in CALLED if key in line.attributes):
                 return True
@@ -452,16 +454,16 @@ class _Reader:
 
 def _element(value: Any, path: tuple[int, ...]) -> Any:
     """What ``%name#2`` stands for: an element of a tuple; the value itself without a number."""
-    for place in path:
-        value = None if value is None else value[place]
+    for index in path:
+        value = None if value is None else value[index]
     return value
 
 
 def _constant(line: _Line) -> int | None:
     if line.inside in ('true', 'false'):
         return int(line.inside == 'true')
-    whole = isinstance(line.shape, _Array) and line.shape.dtype in WHOLE_NUMBERS and not line.shape.dims
-    return int(line.inside) if whole else None
+    is_integer = isinstance(line.shape, _Array) and line.shape.dtype in WHOLE_NUMBERS and not line.shape.dims
+    return int(line.inside) if is_integer else None
 
 
 def _result(line: _Line) -> Any:
@@ -492,7 +494,7 @@ def _multiplications(line: _Line, left: _Array, right: _Array) -> int:
             for out in range(line.shape.dims[outputs.index(label)])
             for tap in range(right.dims[kernel.index(label)])
         ]
-        result *= sum(place % spread == 0 and 0 <= place // spread < size for place in places)
+        result *= sum(position % spread == 0 and 0 <= position // spread < size for position in places)
     return result
 
 
@@ -515,10 +517,10 @@ def replica_groups(text: str) -> list[list[int]]:
     if text.startswith('{'):
         return [list(group) for group in _listed(text)]
     if text.startswith('['):
-        [(rows, each, ids)] = re.findall(r'^\[(\d+),(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)$', text)
+        [(rows, group_size, ids)] = re.findall(r'^\[(\d+),(\d+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)$', text)
         order = in_order(ids)
-        assert len(order) == int(rows) * int(each)
-        return [order[start : start + int(each)] for start in range(0, len(order), int(each))]
+        assert len(order) == int(rows) * int(group_size)
+        return [order[start : start + int(group_size)] for start in range(0, len(order), int(group_size))]
     form = r'mesh\[([^\]]+)\](?:, device_ids=\((\[[\d,]+\](?:T\([\d,]+\))?)\))? \{([^}]*)\}'
     [(sizes, ids, axes)] = re.findall(rf'^{form}$', text)
     mesh = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
@@ -544,7 +546,7 @@ def replica_groups(text: str) -> list[list[int]]:
             for piece in split
             if piece.rpartition(' ')[0] == name and low <= int(piece.rpartition(' ')[2]) < max(high, low + 1)
         ]
-    return [[order[place] for place in group] for group in _along(split, used)]
+    return [[order[position] for position in group] for group in _along(split, used)]
 
 
 def slice_groups(text: str) -> list[list[int]]:
@@ -558,8 +560,8 @@ def slice_groups(text: str) -> list[list[int]]:
         >>> slice_groups('{{100000->200000},{200000->100000}}')
         [[1, 2], [2, 1]]
     """
-    if found := re.fullmatch(r'"\{([\d,]+)\}x\{[\d:]+\}"', text):
-        return [[int(number) for number in found[1].split(',')]]
+    if match := re.fullmatch(r'"\{([\d,]+)\}x\{[\d:]+\}"', text):
+        return [[int(number) for number in match[1].split(',')]]
     groups = [list(group) for group in _listed(text.replace('->', ','))]
     assert all(len({device % 100_000 for device in group}) == 1 for group in groups), (
         'places in slices differ'
@@ -571,11 +573,11 @@ def in_order(text: str) -> list[int]:
     """``[4,2]T(1,0)``: the numbers of a 4 x 2 table, read by columns."""
     [(shape, turned)] = re.findall(r'^\[([\d,]+)\](?:T\(([\d,]+)\))?$', text)
     sizes = [int(size) for size in shape.split(',')]
-    order = [int(place) for place in turned.split(',')] if turned else list(range(len(sizes)))
-    strides = [math.prod(sizes[place + 1 :]) for place in range(len(sizes))]
+    order = [int(axis) for axis in turned.split(',')] if turned else list(range(len(sizes)))
+    strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
     return [
-        sum(index * strides[place] for index, place in zip(indices, order, strict=True))
-        for indices in itertools.product(*(range(sizes[place]) for place in order))
+        sum(index * strides[axis] for index, axis in zip(indices, order, strict=True))
+        for indices in itertools.product(*(range(sizes[axis]) for axis in order))
     ]
 
 
@@ -641,12 +643,12 @@ class _Module:
 
     def __post_init__(self) -> None:
         for body in self.bodies.values():
-            known = {line.name: line.shape for line in body}
-            self.shapes |= {id(line): known for line in body}
+            shapes = {line.name: line.shape for line in body}
+            self.shapes |= {id(line): shapes for line in body}
 
-    def shape(self, line: _Line, place: int) -> Any:
+    def shape(self, line: _Line, index: int) -> Any:
         """The shape of an operand."""
-        name, path = line.operands[place]
+        name, path = line.operands[index]
         shape = self.shapes[id(line)][name]
         for number in path:
             shape = shape[number]
@@ -657,8 +659,8 @@ def _module(text: str) -> _Module:
     bodies: dict[str, list[_Line]] = {}
     entry, fused = '', set()
     # A computation ends with a line of nothing but a brace. Lines within quotes may look like anything else.
-    for found in re.finditer(r'^(ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:, [^\n]*)?$', text, re.M | re.S):
-        start, name, body = found.groups()
+    for match in re.finditer(r'^(ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:, [^\n]*)?$', text, re.M | re.S):
+        start, name, body = match.groups()
         pieces = re.split(r'^ +(?=(?:ROOT )?%?[\w.\-]+ = )', body, flags=re.M)
         bodies[name] = [_instruction(piece) for piece in pieces if piece.strip()]
         entry = name if start else entry
@@ -686,18 +688,18 @@ def _instruction(text: str) -> _Line:
 def _split(text: str) -> tuple[str, dict[str, str]]:
     """What is in the brackets that were opened before, and the attributes that follow."""
     depth, start, parts = 1, 0, []
-    for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[(\[{]|[)\]}]|, ', text):
-        mark = found[0]
+    for match in re.finditer(r'"(?:[^"\\]|\\.)*"|[(\[{]|[)\]}]|, ', text):
+        mark = match[0]
         if mark[0] in '([{':
             depth += 1
         elif mark[0] in ')]}':
             depth -= 1
             if depth == 0 and not parts:
-                parts.append(text[: found.start()])
-                start = found.end()
+                parts.append(text[: match.start()])
+                start = match.end()
         elif mark == ', ' and depth == 0:
-            parts.append(text[start : found.start()])
-            start = found.end()
+            parts.append(text[start : match.start()])
+            start = match.end()
     parts.append(text[start:])
     attributes: dict[str, str] = {}
     for part in parts[1:]:
@@ -718,15 +720,15 @@ def _shape(text: str, start: int) -> tuple[Any, int]:
             parts.append(part)
             end += 2 if text.startswith(', ', end) else 0
         return tuple(parts), end + 1
-    found = re.compile(r'(\w+)\[([\d,<=]*)\](\{[^}]*\})?').match(text, start)
-    if found is None:
+    match = re.compile(r'(\w+)\[([\d,<=]*)\](\{[^}]*\})?').match(text, start)
+    if match is None:
         end = re.compile(r'token(\[\])?(\{\})?').match(text, start).end()
         return _Array('token', (), 0), end
-    dtype, dims, layout = found.groups()
+    dtype, dims, layout = match.groups()
     space = re.search(r'S\((\d+)\)', layout or '')
     return _Array(
         dtype, tuple(int(dim.lstrip('<=')) for dim in dims.split(',') if dim), int(space[1]) if space else 0
-    ), found.end()
+    ), match.end()
 
 
 def _arrays(shape: Any) -> list[_Array]:

@@ -81,18 +81,20 @@ def _any_plan() -> Plan:
 @functools.cache
 def recorded_plan(name: str) -> Plan:
     """The plan of a recorded program; its name, arguments and batch are of no program."""
-    program, found = PROGRAMS[name], recorded(name)
+    program, recording = PROGRAMS[name], recorded(name)
     kind, _, size = program.topology.partition(':')
-    hosts, each = map(int, size.split('x'))
+    hosts, chips_per_host = map(int, size.split('x'))
     hardware = HARDWARE[kind]
-    slices = [i // each if hardware.chips_per_slice is None else 0 for i in range(hosts * each)]
+    slices = [
+        i // chips_per_host if hardware.chips_per_slice is None else 0 for i in range(hosts * chips_per_host)
+    ]
     positions = tuple(map(DevicePosition, slices))
     helper = MeshShardingHelper(list(program.mesh.values()), list(program.mesh), devices=jax.devices()[:8])
     step, arguments = program.make(helper)
     jaxpr = step.trace(*arguments).jaxpr
     flops = count_flops(jaxpr)
-    module, before = parse(found.optimized, True), parse(found.partitioned)
-    layout = read_layout(MemoryTables(*found.tables), True)
+    module, before = parse(recording.optimized, True), parse(recording.partitioned)
+    layout = read_layout(MemoryTables(*recording.tables), True)
     plan = dataclasses.replace(
         _any_plan(),
         mesh=program.mesh,
@@ -116,5 +118,5 @@ def made_plan(name: str) -> Plan:
     """The plan of a program that is compiled now."""
     helper = PROGRAMS[name].helper()
     step, arguments = PROGRAMS[name].make(helper)
-    made: Any = helper.plan(step, *arguments)
-    return made
+    plan: Any = helper.plan(step, *arguments)
+    return plan

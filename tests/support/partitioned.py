@@ -101,14 +101,14 @@ def with_gradients(fun: Callable[..., Any]) -> Callable[..., Any]:
     return both
 
 
-def assert_equal(found: Sequence[Any], expected: Any, tolerance: float = 1e-5) -> None:
+def assert_equal(actual: Sequence[Any], expected: Any, tolerance: float = 1e-5) -> None:
     """Asserts that values are equal within rounding, and that integers and keys are equal."""
-    for got, want in zip(found, jax.tree.leaves(expected), strict=True):
-        if jnp.issubdtype(want.dtype, jnp.inexact):
-            scale = max(1.0, float(jnp.abs(want).max(initial=0)))
-            np.testing.assert_allclose(got / scale, want / scale, rtol=0, atol=tolerance)
+    for actual_value, expected_value in zip(actual, jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(expected_value.dtype, jnp.inexact):
+            scale = max(1.0, float(jnp.abs(expected_value).max(initial=0)))
+            np.testing.assert_allclose(actual_value / scale, expected_value / scale, rtol=0, atol=tolerance)
         else:
-            np.testing.assert_array_equal(got, want)
+            np.testing.assert_array_equal(actual_value, expected_value)
 
 
 def collectives(step: PartitionedStep) -> Counter[str]:

@@ -128,9 +128,9 @@ class Running:
         end = time.monotonic() + timeout
         return tuple(process.wait(max(end - time.monotonic(), 0)) for process in self.processes)
 
-    def wait_for(self, said: str | re.Pattern[str], index: int = 0, timeout: float = LONGEST_S) -> None:
-        """Until one of them says something: a text, or what a pattern finds."""
-        pattern = re.compile(re.escape(said)) if isinstance(said, str) else said
+    def wait_for(self, message: str | re.Pattern[str], index: int = 0, timeout: float = LONGEST_S) -> None:
+        """Waits until a process prints a message: a text, or a match of a pattern."""
+        pattern = re.compile(re.escape(message)) if isinstance(message, str) else message
         end = time.monotonic() + timeout
         while not pattern.search(self.output(index)):
             assert self.processes[index].poll() is None, self.output(index)
@@ -165,13 +165,13 @@ def started(*programs: Sequence[str], env: Sequence[Mapping[str, str]] = ({},)) 
         files: list[Path] = []
         processes: list[subprocess.Popen[bytes]] = []
         stack.callback(_end, processes)
-        for index, (program, own) in enumerate(zip(programs, env, strict=True)):
+        for index, (program, variables) in enumerate(zip(programs, env, strict=True)):
             files.append(Path(folder, f'{index}.txt'))
             with files[-1].open('wb') as out:
                 process = subprocess.Popen(
                     [sys.executable, *program],
                     cwd=ROOT,
-                    env={**common, **own},
+                    env={**common, **variables},
                     stdout=out,
                     stderr=subprocess.STDOUT,
                 )

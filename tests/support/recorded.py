@@ -99,7 +99,7 @@ def here(value: Any) -> Any:
 
 def anywhere(value: Any) -> Any:
     """Without folders of this machine."""
-    return _replaced(value, {folder: place for place, folder in PLACES.items()})
+    return _replaced(value, {folder: placeholder for placeholder, folder in PLACES.items()})
 
 
 def _replaced(value: Any, words: dict[str, str]) -> Any:

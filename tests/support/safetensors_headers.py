@@ -89,8 +89,8 @@ def anything(rng: random.Random, depth: int = 0) -> Any:
 
 
 def _tensor(rng: random.Random, header: Object) -> Object | None:
-    found = [entry for name, entry in header if isinstance(entry, Object) and name != '__metadata__']
-    return rng.choice(found) if found else None
+    tensors = [entry for name, entry in header if isinstance(entry, Object) and name != '__metadata__']
+    return rng.choice(tensors) if tensors else None
 
 
 def _set(pairs: Object, key: str, change: Callable[[Any], Any]) -> None:
@@ -101,9 +101,9 @@ def _change_number(rng: random.Random, numbers: Any) -> Any:
     if not isinstance(numbers, list) or not numbers:
         return [rng.choice(NUMBERS)]
     numbers = [*numbers]
-    place = rng.randrange(len(numbers))
-    near = isinstance(numbers[place], int) and rng.random() < 0.5
-    numbers[place] = numbers[place] + rng.choice((-1, 1, 8, -8)) if near else rng.choice(NUMBERS)
+    index = rng.randrange(len(numbers))
+    near = isinstance(numbers[index], int) and rng.random() < 0.5
+    numbers[index] = numbers[index] + rng.choice((-1, 1, 8, -8)) if near else rng.choice(NUMBERS)
     return numbers
 
 

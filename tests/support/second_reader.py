@@ -50,13 +50,13 @@ def read(text, mesh):
     """(kind, mesh axes) -> (how often, bytes of all executions), of a mesh given as name -> size."""
     reader = Reader(text, mesh)
     reader.run(reader.entry, [None] * 10_000)
-    return {key: tuple(value) for key, value in reader.found.items()}
+    return {key: tuple(value) for key, value in reader.collectives.items()}
 
 
 class Reader:
     def __init__(self, text, mesh):
         self.mesh, self.bodies, self.entry = mesh, {}, ''
-        self.found = collections.defaultdict(lambda: [0, 0])
+        self.collectives = collections.defaultdict(lambda: [0, 0])
         body = None
         for line in text.splitlines():
             if line.endswith('{') and not line.startswith((' ', 'HloModule')):
@@ -72,7 +72,7 @@ class Reader:
         values, result, gathered = {}, None, set()
         for root, target, type_, opcode, inside, rest in self.bodies[name]:
             words = re.findall(r'%([\w.\-]+)(?:#(\d+))?', inside)
-            operands = [element(values.get(word), place) for word, place in words]
+            operands = [element(values.get(word), index) for word, index in words]
             if opcode == 'all-gather':
                 # The partitioner repeats them, one for each use; the compiler computes equal values once.
                 same = inside, type_, str(self.groups(rest)), re.search(r'dimensions=\{\d*\}', rest)[0]
@@ -130,7 +130,7 @@ class Reader:
             (
                 axes
                 for axes in self.sets_of_axes()
-                if all(any(group <= one for one in self.along(axes)) for group in groups)
+                if all(any(group <= devices for devices in self.along(axes)) for group in groups)
             ),
             key=len,
         )
@@ -141,7 +141,7 @@ class Reader:
             BYTES[dtype] * product(int(dim) for dim in dims.split(',') if dim)
             for dtype, dims in re.findall(r'(\w+)\[([\d,]*)\]', type_)
         )
-        cell = self.found[kind, axes]
+        cell = self.collectives[kind, axes]
         cell[0] += 1
         cell[1] += moved * (size if kind in PARTS else 1)
 
@@ -155,8 +155,8 @@ class Reader:
         if text.startswith('['):
             rows, ids = re.match(r'\[(\d+),\d+\]<=(\[[\d,]+\](?:T\([\d,]+\))?)', text).groups()
             order = in_order(ids)
-            each = len(order) // int(rows)
-            return [order[start : start + each] for start in range(0, len(order), each)]
+            group_size = len(order) // int(rows)
+            return [order[start : start + group_size] for start in range(0, len(order), group_size)]
         # As in mesh['a'=4,'b'=2], device_ids=([4,2]T(1,0)) {'a'}
         sizes, ids, named = re.match(
             r'mesh\[([^\]]+)\](?:, device_ids=\((\[[\d,]+\](?:T\([\d,]+\))?)\))? \{([^}]*)\}', text
@@ -165,7 +165,7 @@ class Reader:
         order = in_order(ids or f'[{product(mesh.values())}]')
         axes = re.findall(r"'(\w+)'", named)
         assert ':' not in named
-        return [[order[place] for place in group] for group in along(mesh, axes)]
+        return [[order[position] for position in group] for group in along(mesh, axes)]
 
     def sets_of_axes(self):
         for count in range(len(self.mesh) + 1):
@@ -185,17 +185,17 @@ def instruction(line):
     return bool(root), name, type_, text[:start], text[start + 1 : end], text[end + 1 :]
 
 
-def element(value, place):
+def element(value, index):
     """What ``%name#2`` stands for: an element of a tuple; the value itself without a number."""
-    return value if not place or value is None else value[int(place)]
+    return value if not index or value is None else value[int(index)]
 
 
 def closing(text, start):
     depth = 0
-    for place in range(start, len(text)):
-        depth += {'(': 1, ')': -1}.get(text[place], 0)
+    for position in range(start, len(text)):
+        depth += {'(': 1, ')': -1}.get(text[position], 0)
         if depth == 0:
-            return place
+            return position
     raise AssertionError(text)
 
 
@@ -210,11 +210,11 @@ def in_order(text):
     """``[4,2]T(1,0)``: the numbers of a 4 x 2 table, read by columns."""
     shape, turned = re.match(r'\[([\d,]+)\](?:T\(([\d,]+)\))?', text).groups()
     shape = [int(size) for size in shape.split(',')]
-    turned = [int(place) for place in turned.split(',')] if turned else list(range(len(shape)))
-    strides = [product(shape[place + 1 :]) for place in range(len(shape))]
+    turned = [int(axis) for axis in turned.split(',')] if turned else list(range(len(shape)))
+    strides = [product(shape[axis + 1 :]) for axis in range(len(shape))]
     return [
-        sum(index * strides[place] for index, place in zip(indices, turned, strict=True))
-        for indices in itertools.product(*(range(shape[place]) for place in turned))
+        sum(index * strides[axis] for index, axis in zip(indices, turned, strict=True))
+        for indices in itertools.product(*(range(shape[axis]) for axis in turned))
     ]
 
 

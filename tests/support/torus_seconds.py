@@ -6,12 +6,12 @@ from scalax._planning.hardware.torus import positions_on_torus, route_of, torus_
 from scalax._planning.time.collective_time import collective_seconds
 
 
-def seconds(kind, whole, hardware, shape, axes):
+def seconds(kind, array_bytes, hardware, shape, axes):
     """One collective along axes of a mesh that is the torus itself; the first device's group.
 
     Args:
         kind: the kind of the collective.
-        whole: the bytes of the whole array of one group.
+        array_bytes: the bytes of the whole array of one group.
         hardware: the hardware that has the torus.
         shape: the lengths of its axes, which are called X, Y and Z.
         axes: those along which the collective runs, such as ``'XY'``.
@@ -21,4 +21,4 @@ def seconds(kind, whole, hardware, shape, axes):
     grid = np.arange(len(positions)).reshape(shape)
     group = grid[tuple(slice(None) if name in axes else 0 for name in mesh)].reshape(-1)
     route = route_of([positions[i] for i in group], torus_of(positions, hardware), axes)
-    return collective_seconds(kind, whole, route, hardware, 1).ici
+    return collective_seconds(kind, array_bytes, route, hardware, 1).ici

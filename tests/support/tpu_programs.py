@@ -118,8 +118,8 @@ def _stack(layers: int, width: int) -> dict[str, Any]:
     return {'up': array(layers, width, 4 * width), 'down': array(layers, 4 * width, width)}
 
 
-def _rows(helper: MeshShardingHelper, axes: tuple[str, ...], width: int, each: int = 1024) -> Any:
-    return array(math.prod(helper.mesh.shape[axis] for axis in axes) * each, width)
+def _rows(helper: MeshShardingHelper, axes: tuple[str, ...], width: int, rows_per_device: int = 1024) -> Any:
+    return array(math.prod(helper.mesh.shape[axis] for axis in axes) * rows_per_device, width)
 
 
 def _mlp(spec: P, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
@@ -131,10 +131,10 @@ def fsdp(helper: MeshShardingHelper, checkpoint: bool = True) -> Step:
     axes = tuple(helper.axis_names)
     rule = FSDPShardingRule(axes, min_fsdp_size=1).stacked()
     layer = functools.partial(_mlp, P(axes))
-    made = _train(
+    step = _train(
         *(helper, layer, rule, _stack(8, 2048), _rows(helper, axes, 2048), P(axes)), checkpoint=checkpoint
     )
-    return made
+    return step
 
 
 def fsdp_saved(helper: MeshShardingHelper) -> Step:

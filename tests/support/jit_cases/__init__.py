@@ -58,16 +58,16 @@ class Case:
 
 
 def case(
-    function: Callable[..., Any] | None = None, *, each: Mapping[str, Any] | None = None, **fields: Any
+    function: Callable[..., Any] | None = None, *, variants: Mapping[str, Any] | None = None, **fields: Any
 ) -> Any:
-    """Adds a function to the table; with *each* once for each value, which is its second argument."""
+    """Adds a function to the table; with *variants* once for each value, which is its second argument."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         name = f'{function.__module__.rpartition(".")[2]}-{function.__name__}'
-        if each is None:
+        if variants is None:
             CASES.append(Case(name, function, **fields))
         else:
-            for key, value in each.items():
+            for key, value in variants.items():
                 CASES.append(Case(f'{name}[{key}]', _bound(function, value), **fields))
         return function
 

@@ -14,7 +14,7 @@ from tests.support.jit_cases.calls import make_weighed
 
 
 @case(
-    each={
+    variants={
         'lambda': lambda x: x + 1,
         'numpy function': jnp.sin,
         'ufunc': jnp.add.reduce,
@@ -25,7 +25,7 @@ def what_is_compiled(jit, function):
     return jit(function)(X)
 
 
-@case(each={'builtin': max, 'type': tuple})
+@case(variants={'builtin': max, 'type': tuple})
 def builtins(jit, function):
     return jit(function)((X,))
 
@@ -102,9 +102,9 @@ def method_decorated(jit):
             traced()
             return x * self.factor
 
-    one, other = Decorated(), Decorated()
-    other.factor = 5.0
-    return one.scaled(X), other.scaled(X), one.scaled(x=X), Decorated.scaled(one, X)
+    first, second = Decorated(), Decorated()
+    second.factor = 5.0
+    return first.scaled(X), second.scaled(X), first.scaled(x=X), Decorated.scaled(first, X)
 
 
 @case(meant={'traces': 'one-trace'})
@@ -256,7 +256,7 @@ def signature_that_lies(jit):
     return jit(f)(X, 1, b=2)
 
 
-@case(each={'number': 3, 'string': 'f'}, meant={'error': 'own-errors'}, raises=True)
+@case(variants={'number': 3, 'string': 'f'}, meant={'error': 'own-errors'}, raises=True)
 def not_a_function(jit, thing):
     return jit(thing)
 

@@ -35,7 +35,7 @@ CALLS = {
 }
 
 
-@case(each=CALLS)
+@case(variants=CALLS)
 def sorted_into_parameters(jit, call):
     args, kwargs = call
     compiled = jit(make_weighed())
@@ -43,7 +43,7 @@ def sorted_into_parameters(jit, call):
 
 
 @case(
-    each={
+    variants={
         'too many': ((1, 2, 3), {}),
         'none': ((), {}),
         'unknown keyword': ((1, 2), {'c': 3}),

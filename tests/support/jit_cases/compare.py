@@ -19,10 +19,12 @@ _NANS = 'Invalid nan value encountered'  # JAX says so once for each jaxpr in wh
 def differences(case: Case) -> dict[str, tuple[Any, Any]]:
     """The aspects in which they differ, each with what `jax.jit` and what `sjit` gave."""
     helper = EXPLICIT if case.explicit else HELPER
-    ours, theirs = (_observed(case, jit, helper.mesh) for jit in (helper.sjit, jax.jit))
-    assert (theirs['error'] is not None) == case.raises, f'jax.jit: {theirs["error"]}'
-    found = {aspect: (theirs[aspect], ours[aspect]) for aspect in theirs if theirs[aspect] != ours[aspect]}
-    return {'error': found['error']} if 'error' in found else found
+    of_sjit, of_jax = (_observed(case, jit, helper.mesh) for jit in (helper.sjit, jax.jit))
+    assert (of_jax['error'] is not None) == case.raises, f'jax.jit: {of_jax["error"]}'
+    differing = {
+        aspect: (of_jax[aspect], of_sjit[aspect]) for aspect in of_jax if of_jax[aspect] != of_sjit[aspect]
+    }
+    return {'error': differing['error']} if 'error' in differing else differing
 
 
 def _observed(case: Case, jit: Any, mesh: jax.sharding.Mesh) -> Mapping[str, Any]:
@@ -52,7 +54,7 @@ def _observed(case: Case, jit: Any, mesh: jax.sharding.Mesh) -> Mapping[str, Any
         'types': [_type(leaf) for leaf in leaves],
         'shardings': [_sharding(leaf) for leaf in leaves],
         'traces': list(map(repr, TRACES)),
-        'warnings': sorted({each.category.__name__ for each in warned}),
+        'warnings': sorted({warning.category.__name__ for warning in warned}),
         'output': sorted(line for line in printed.getvalue().splitlines() if _NANS not in line),
     }
 

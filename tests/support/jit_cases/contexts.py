@@ -36,7 +36,7 @@ SETTINGS = {
 }
 
 
-@case(each=SETTINGS)
+@case(variants=SETTINGS)
 def around_a_call(jit, setting):
     f = jit(lambda x: (traced(), jnp.sum(x @ x.T, axis=0) * 1.5)[1])
     outs = [f(M)]
@@ -45,7 +45,9 @@ def around_a_call(jit, setting):
     return *outs, f(M)
 
 
-@case(each={name: SETTINGS[name] for name in ('precision', 'x64', 'device', 'disable_jit', 'prng', 'mesh')})
+@case(
+    variants={name: SETTINGS[name] for name in ('precision', 'x64', 'device', 'disable_jit', 'prng', 'mesh')}
+)
 def around_the_making(jit, setting):
     with setting():
         f = jit(lambda x: (traced(), x @ x.T)[1])
@@ -75,7 +77,7 @@ def disable_jit_and_shardings(jit):
         return f(X)
 
 
-@case(each={'host to device': 'host_to_device', 'device to device': 'device_to_device', 'all': ''})
+@case(variants={'host to device': 'host_to_device', 'device to device': 'device_to_device', 'all': ''})
 def transfer_guard(jit, kind):
     guard = getattr(jax, f'transfer_guard_{kind}' if kind else 'transfer_guard')
     f = jit(lambda x: x + 1)
@@ -195,8 +197,8 @@ def one_object_per_wrapping(jit):
     def f(x):
         return x + 1
 
-    one, other = jit(f), jit(f)
-    return one is other, one == other, len({one, other, one})
+    first, second = jit(f), jit(f)
+    return first is second, first == second, len({first, second, first})
 
 
 @case

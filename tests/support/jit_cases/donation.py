@@ -19,7 +19,7 @@ def fresh(values=X, *spec):
 
 
 @case(
-    each={
+    variants={
         'number': {'donate_argnums': 0},
         'numbers': {'donate_argnums': (0,)},
         'name': {'donate_argnames': 'a'},

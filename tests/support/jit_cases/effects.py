@@ -52,7 +52,7 @@ def vectorised(x, double):
     )
 
 
-@case(each={'ordered': True, 'unordered': False})
+@case(variants={'ordered': True, 'unordered': False})
 def io_callbacks(jit, ordered):
     seen = []
 

@@ -40,7 +40,7 @@ CALLERS = {
 }
 
 
-@case(each=CALLERS)
+@case(variants=CALLERS)
 def of_the_function(jit, call):
     def fails(x):
         traced()
@@ -50,7 +50,7 @@ def of_the_function(jit, call):
 
 
 @case(
-    each={
+    variants={
         kind.__name__: kind
         for kind in (
             ValueError,
@@ -72,7 +72,7 @@ def of_python(jit, kind):
     return message(compiled, X), message(compiled, X)
 
 
-@case(each={kind.__name__: kind for kind in (KeyboardInterrupt, SystemExit, GeneratorExit)})
+@case(variants={kind.__name__: kind for kind in (KeyboardInterrupt, SystemExit, GeneratorExit)})
 def that_are_no_exceptions(jit, kind):
     def fails(x):
         traced()
@@ -82,7 +82,7 @@ def that_are_no_exceptions(jit, kind):
 
 
 @case(
-    each={
+    variants={
         'deleted': 'Array has been deleted',
         'donated': 'buffer donated',
         'incompatible': 'incompatible devices',
@@ -206,7 +206,7 @@ CONCRETE = {
 }
 
 
-@case(each=CONCRETE, raises=True)
+@case(variants=CONCRETE, raises=True)
 def of_a_tracer(jit, function):
     return jit(lambda x: function(x))(X)
 
@@ -317,12 +317,12 @@ def infinity_found(jit):
 def in_asyncio(jit):
     f = jit(lambda x: (traced(), x + 1)[1])
 
-    async def one(i):
+    async def call(i):
         await asyncio.sleep(0)
         return f(float(i))
 
     async def every():
-        return await asyncio.gather(*map(one, range(4)))
+        return await asyncio.gather(*map(call, range(4)))
 
     return asyncio.run(every())
 

@@ -51,14 +51,14 @@ OPERATIONS = {
 }
 
 
-@case(each=OPERATIONS)
+@case(variants=OPERATIONS)
 def operation(jit, function):
     f = jit(lambda x: (traced(jax.typeof(x)), function(x))[1])
     return f(put(M, 'x')), f(put(M, 'x'))
 
 
 @case(
-    each={
+    variants={
         'dot': lambda x: jnp.dot(x, x.T),
         'mismatch': lambda x: x + jax.reshard(x, P(None, 'x')),
         'constraint': lambda x: jax.lax.with_sharding_constraint(x, P(None, 'x')),

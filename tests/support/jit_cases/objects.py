@@ -21,7 +21,7 @@ def module_level(x, y=1.0):
     return x + y
 
 
-@case(each={'copy': copy.copy, 'deepcopy': copy.deepcopy})
+@case(variants={'copy': copy.copy, 'deepcopy': copy.deepcopy})
 def copied(jit, copier):
     f = jit(lambda x: (traced(), x + 1)[1])
     f(X)

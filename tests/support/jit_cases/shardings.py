@@ -19,25 +19,25 @@ ARRIVALS = {
 }
 
 
-@case(each=PLACES)
+@case(variants=PLACES)
 def asked(jit, sharding):
     f = jit(lambda x: (traced(), x * 2)[1], in_shardings=sharding, out_shardings=sharding)
     return f(M), f(M)
 
 
-@case(each=PLACES)
+@case(variants=PLACES)
 def asked_of_the_output(jit, sharding):
     f = jit(lambda x: {'a': x, 'b': (x + 1, None)}, out_shardings=sharding)
     return f(M), f(jax.device_put(M, sharding))
 
 
-@case(each=PLACES)
+@case(variants=PLACES)
 def of_what_comes(jit, sharding):
     f = jit(lambda x: (traced(), x * 2)[1])
     return f(jax.device_put(M, sharding)), f(jax.device_put(M, sharding))
 
 
-@case(each=ARRIVALS)
+@case(variants=ARRIVALS)
 def arrives(jit, arrival):
     f = jit(lambda x: x * 2, in_shardings=on('x'))
     return f(arrival(on('x'))), f(arrival(on('x')))
@@ -100,7 +100,7 @@ def none_in_a_tuple(jit):
 
 
 @case(
-    each={
+    variants={
         'tree': ({'a': on('x')},),
         'too many': (on('x'), on('x')),
         'none': (),
@@ -123,20 +123,24 @@ def outputs_that_do_not_fit(jit):
 
 
 @case(
-    meant={'error': 'own-errors'}, each={'argument': 'in_shardings', 'output': 'out_shardings'}, raises=True
+    meant={'error': 'own-errors'},
+    variants={'argument': 'in_shardings', 'output': 'out_shardings'},
+    raises=True,
 )
 def does_not_divide(jit, which):
     return jit(lambda x: x + 1, **{which: on('x')})(X[:3])
 
 
 @case(
-    meant={'error': 'own-errors'}, each={'argument': 'in_shardings', 'output': 'out_shardings'}, raises=True
+    meant={'error': 'own-errors'},
+    variants={'argument': 'in_shardings', 'output': 'out_shardings'},
+    raises=True,
 )
 def rank_too_high(jit, which):
     return jit(lambda x: x + 1, **{which: on(None, 'x')})(X)
 
 
-@case(each={'string': 'x', 'number': 3, 'mesh': HELPER.mesh}, meant={'error': 'own-errors'}, raises=True)
+@case(variants={'string': 'x', 'number': 3, 'mesh': HELPER.mesh}, meant={'error': 'own-errors'}, raises=True)
 def no_sharding(jit, thing):
     return jit(lambda x: x, in_shardings=(thing,))(X)
 
@@ -164,8 +168,8 @@ def output_that_is_an_argument(jit):
 
 @case(meant={'error': 'one-mesh'})
 def single_device(jit):
-    one = SingleDeviceSharding(jax.devices()[2])
-    return jit(lambda x: x + 1, in_shardings=one, out_shardings=one)(X)
+    sharding = SingleDeviceSharding(jax.devices()[2])
+    return jit(lambda x: x + 1, in_shardings=sharding, out_shardings=sharding)(X)
 
 
 @case

@@ -33,7 +33,7 @@ def lower_and_compile(jit):
 
 
 @case(
-    each={
+    variants={
         'struct': ((STRUCT,), {}),
         'struct and number': ((STRUCT, 3.0), {}),
         'keyword': ((STRUCT,), {'b': STRUCT}),
@@ -124,7 +124,7 @@ def executable_with_static_names(jit):
 
 
 @case(
-    each={
+    variants={
         'shape': (M,),
         'dtype': (X.astype('i4'),),
         'tree': ([X],),
@@ -246,7 +246,7 @@ def export_and_call(jit):
 
 
 @case(
-    each={
+    variants={
         'default': ((STRUCT,), {}),
         'position': ((STRUCT, STRUCT), {}),
         'keyword': ((STRUCT,), {'b': STRUCT}),

@@ -24,7 +24,7 @@ def make_repeated():
 
 
 @case(
-    each={
+    variants={
         'number': {'static_argnums': 1},
         'tuple': {'static_argnums': (1, 2)},
         'negative': {'static_argnums': (1, -1)},
@@ -52,7 +52,7 @@ def named(jit, options):
 
 
 @case(
-    each={
+    variants={
         'out of range': {'static_argnums': 7},
         'negative out of range': {'static_argnums': -7},
         'unknown name': {'static_argnames': 'm'},
@@ -72,7 +72,7 @@ def cannot_be_named(jit, options):
 
 
 @case(
-    each={
+    variants={
         'no number': {'static_argnums': 'n'},
         'float': {'static_argnums': 1.5},
         'no name': {'static_argnames': 1},
@@ -113,7 +113,7 @@ def last_of_varargs(jit):
 
 
 @case(
-    each={
+    variants={
         'bool, int, float': (1, True, 1.0, 1, True, 1.0),
         'zeros': (0, False, 0.0, -0.0),
         'numpy and python': (np.int64(1), 1, np.int32(1)),
@@ -150,7 +150,7 @@ def same_nan(jit):
 
 
 @case(
-    each={'list': [1], 'dict': {'a': 1}, 'array': X, 'jax array': np.float32, 'set': {1}},
+    variants={'list': [1], 'dict': {'a': 1}, 'array': X, 'jax array': np.float32, 'set': {1}},
     meant={'error': 'own-errors'},
     raises=True,
 )

@@ -67,19 +67,19 @@ def evaluated_now(f, w, x):
         return f(w, x)
 
 
-@case(each=OF)
+@case(variants=OF)
 def of(jit, transformed):
     f = transformed(jit(make_loss()))
     return f(V, 2 * V), f(V, 3 * V)
 
 
-@case(each={name: OF[name] for name in ('grad', 'vmap', 'hessian', 'jvp', 'checkpoint', 'vjp', 'jit')})
+@case(variants={name: OF[name] for name in ('grad', 'vmap', 'hessian', 'jvp', 'checkpoint', 'vjp', 'jit')})
 def inside(jit, transformed):
     f = jit(transformed(make_loss()))
     return f(V, 2 * V), f(V, 3 * V)
 
 
-@case(each={'grad': jax.grad, 'jit': jax.jit, 'vmap': lambda f: jax.vmap(f)})
+@case(variants={'grad': jax.grad, 'jit': jax.jit, 'vmap': lambda f: jax.vmap(f)})
 def with_keywords(jit, transformed):
     w = np.stack([V, V]) if 'lambda' in transformed.__name__ else V
     return transformed(jit(lambda w, scale: jnp.sum(w) * jnp.sum(scale)))(w, scale=w)
@@ -194,7 +194,7 @@ def custom_batching_of_it(jit):
     return f(V), jax.vmap(f)(V)
 
 
-@case(each={'x': 'x', 'both': ('x', 'y')})
+@case(variants={'x': 'x', 'both': ('x', 'y')})
 def vmap_with_mesh_axes(jit, axes):
     f = jit(lambda row: jax.lax.with_sharding_constraint(row * 2, on()))
     return jax.jit(jax.vmap(f, spmd_axis_name=axes))(M), jax.vmap(f, spmd_axis_name=axes)(M)
@@ -207,7 +207,7 @@ def vmap_of_shardings(jit):
 
 
 @case(
-    each={
+    variants={
         'none': None,
         'dots': jax.checkpoint_policies.dots_saveable,
         'all': jax.checkpoint_policies.everything_saveable,
@@ -281,7 +281,7 @@ def nested(jit):
     return outer(V), outer(V), inner(V, 2)
 
 
-@case(each={'inline': {'inline': True}, 'not': {'inline': False}, 'unused': {'keep_unused': True}})
+@case(variants={'inline': {'inline': True}, 'not': {'inline': False}, 'unused': {'keep_unused': True}})
 def nested_with(jit, options):
     inner = jit(lambda x, y: x + 1, **options)
     outer = jax.jit(lambda x: inner(x, x) * 2)
@@ -336,8 +336,8 @@ def forward_over_reverse_in_it(jit):
 @case(meant={'traces': 'helper-in-force'})
 def inner_functions_share_traces(jit):
     shared = jax.jit(lambda x: (traced('shared'), x + 1)[1])
-    one, other = jit(lambda x: shared(x) * 2), jit(lambda x: shared(x) * 3)
-    return one(V), other(V), shared(V)
+    first, second = jit(lambda x: shared(x) * 2), jit(lambda x: shared(x) * 3)
+    return first(V), second(V), shared(V)
 
 
 @case

@@ -91,7 +91,7 @@ TREES = {
 }
 
 
-@case(each=TREES)
+@case(variants=TREES)
 def there_and_back(jit, tree):
     def same(tree):
         traced(jax.tree.structure(tree))
@@ -101,12 +101,12 @@ def there_and_back(jit, tree):
     return compiled(tree), compiled(tree)
 
 
-@case(each=TREES)
+@case(variants=TREES)
 def as_it_is(jit, tree):
     return jit(lambda x, tree: (tree, x))(X, tree)
 
 
-@case(each=TREES)
+@case(variants=TREES)
 def made_inside(jit, tree):
     return jit(lambda: tree)()
 
@@ -205,7 +205,7 @@ def many_leaves(jit):
 
 
 @case(
-    each={
+    variants={
         'string': 'a',
         'object': object(),
         'function': abs,
@@ -221,7 +221,7 @@ def no_leaf(jit, thing):
 
 
 @case(
-    each={
+    variants={
         'string array': np.array(['a']),
         'object array': np.array([None, 1]),
         'record': np.zeros(2, [('a', 'f4')]),
@@ -236,7 +236,7 @@ def array_that_jax_does_not_take(jit, thing):
 
 
 @case(
-    each={'string': 'a', 'object': object(), 'function': abs, 'type': int, 'dict item': {'a': 'b'}},
+    variants={'string': 'a', 'object': object(), 'function': abs, 'type': int, 'dict item': {'a': 'b'}},
     raises=True,
 )
 def output_that_is_no_array(jit, thing):
@@ -278,8 +278,8 @@ def tree_argument_mutated_inside(jit):
         tree['new'] = tree['a'] + 1
         return tree
 
-    given = {'a': X}
-    return jit(f)(given), given
+    argument = {'a': X}
+    return jit(f)(argument), argument
 
 
 @case

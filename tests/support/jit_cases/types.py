@@ -36,30 +36,30 @@ SCALARS = {
 }
 
 
-@case(each=DTYPES)
+@case(variants=DTYPES)
 def dtype_of_an_array(jit, dtype):
     x = jnp.arange(4).astype(dtype)
     return jit(lambda x: (traced(x.dtype), x, jnp.zeros_like(x), x == x)[1:])(x)
 
 
-@case(each=WIDE)
+@case(variants=WIDE)
 def dtype_of_wide_numpy(jit, dtype):
     return jit(lambda x: (traced(x.dtype), x + 1)[1])(np.arange(4, dtype=dtype))
 
 
-@case(each=WIDE)
+@case(variants=WIDE)
 def dtype_of_wide_numpy_with_x64(jit, dtype):
     with jax.enable_x64(True):
         return jit(lambda x: (traced(x.dtype), x + 1)[1])(np.arange(4, dtype=dtype))
 
 
-@case(each=SCALARS)
+@case(variants=SCALARS)
 def scalar(jit, value):
     compiled = jit(lambda x, s: (traced((s.dtype, s.weak_type)), s, x * s, s + 1)[1:])
     return compiled(X, value), compiled(X, jnp.asarray(value))
 
 
-@case(each={'bool': True, 'int': 3, 'float': 1.5, 'complex': 1j})
+@case(variants={'bool': True, 'int': 3, 'float': 1.5, 'complex': 1j})
 def scalar_is_weak(jit, value):
     x = jnp.ones(2, jnp.bfloat16)
     return jit(lambda x, s: x * s)(x, value), jit(lambda x: x * value)(x), jit(lambda: value)()
@@ -94,7 +94,7 @@ def dtypes_in_turn(jit):
     return [compiled(X.astype(dtype)) for dtype in ('f4', 'i4', 'f2', 'f4', 'i1', 'i4')]
 
 
-@case(each={'int': 2**40, 'negative': -(2**40), 'huge': 2**80}, raises=True)
+@case(variants={'int': 2**40, 'negative': -(2**40), 'huge': 2**80}, raises=True)
 def integer_too_large(jit, value):
     return jit(lambda x: x)(value)
 
@@ -105,7 +105,7 @@ def integer_too_large_with_x64(jit):
         return jit(lambda x: x)(2**63)
 
 
-@case(each={'int': 2**40, 'float': 1e300})
+@case(variants={'int': 2**40, 'float': 1e300})
 def large_with_x64(jit, value):
     with jax.enable_x64(True):
         return jit(lambda x: x)(value)
@@ -149,7 +149,7 @@ def key(jit):
     return jit(lambda k: (jax.random.split(k), jax.random.normal(k, (2,))))(jax.random.key(0))
 
 
-@case(each={name: name for name in ('threefry2x32', 'rbg', 'unsafe_rbg')})
+@case(variants={name: name for name in ('threefry2x32', 'rbg', 'unsafe_rbg')})
 def key_of(jit, impl):
     k = jax.random.key(0, impl=impl)
     compiled = jit(lambda k: (traced(k.dtype), jax.random.split(k), jax.random.bits(k, (2,)))[1:])
@@ -189,7 +189,7 @@ def legacy_key(jit):
     return jit(jax.random.normal)(jax.random.PRNGKey(0))
 
 
-@case(each={'standard': 'standard', 'strict': 'strict'})
+@case(variants={'standard': 'standard', 'strict': 'strict'})
 def promotion(jit, rule):
     compiled = jit(lambda a, b: (traced(), a + b)[1])
     a, b = jnp.ones(2, jnp.int8), jnp.ones(2, jnp.float32)

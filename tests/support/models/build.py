@@ -11,7 +11,7 @@ DTYPE = jnp.bfloat16
 
 def linen(module, *inputs):
     """The parameters of a linen module; inputs are (shape, dtype) pairs."""
-    structs = [jax.ShapeDtypeStruct(*one) for one in inputs]
+    structs = [jax.ShapeDtypeStruct(*shape_and_dtype) for shape_and_dtype in inputs]
     return jax.eval_shape(module.init, jax.random.key(0), *structs)['params']
 
 
@@ -60,7 +60,7 @@ def nnx_layers(make, count, stacked, rngs):
 
 def equinox_layers(make, count, stacked, key):
     keys = jax.random.split(key, count)
-    return eqx.filter_vmap(make)(keys) if stacked else [make(one) for one in keys]
+    return eqx.filter_vmap(make)(keys) if stacked else [make(layer_key) for layer_key in keys]
 
 
 def dense(features, name, bias=False):

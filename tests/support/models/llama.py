@@ -295,6 +295,6 @@ def linen_layer(layer=Layer, names=HUGGING_FACE):
 
 
 def equinox_layer():
-    made = eqx.filter_jit(EquinoxLayer)(SIZES['tiny'], EquinoxMlp, jax.random.key(0))
-    params, static = eqx.partition(made, eqx.is_array)
+    layer = eqx.filter_jit(EquinoxLayer)(SIZES['tiny'], EquinoxMlp, jax.random.key(0))
+    params, static = eqx.partition(layer, eqx.is_array)
     return params, lambda params, x: eqx.combine(params, static)(x)

@@ -25,7 +25,7 @@ class Attention(nn.Module):
             return merge_heads(D, 'out')(jax.nn.dot_product_attention(q, k, v))
         inner = HEADS * HEAD_DIM
         q, k, v = dense(inner, 'q')(x), dense(inner, 'k')(others), dense(inner, 'v')(others)
-        q, k, v = (one.reshape(*one.shape[:-1], HEADS, HEAD_DIM) for one in (q, k, v))
+        q, k, v = (projection.reshape(*projection.shape[:-1], HEADS, HEAD_DIM) for projection in (q, k, v))
         y = jax.nn.dot_product_attention(q, k, v)
         return dense(D, 'o')(y.reshape(*y.shape[:-2], inner))
 
@@ -41,9 +41,9 @@ class T5xLayer(nn.Module):
 
     @nn.compact
     def __call__(self, x, encoded):
-        own = 'self_attention' if self.config else 'attention'
-        y = RMSNorm(name=f'pre_{own}_layer_norm')(x)
-        x = x + Attention(False, name=own)(y, y)
+        attention_name = 'self_attention' if self.config else 'attention'
+        y = RMSNorm(name=f'pre_{attention_name}_layer_norm')(x)
+        x = x + Attention(False, name=attention_name)(y, y)
         if self.config:
             y = RMSNorm(name='pre_cross_attention_layer_norm')(x)
             x = x + Attention(False, name='encoder_decoder_attention')(y, encoded)

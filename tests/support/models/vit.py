@@ -79,7 +79,7 @@ class Scope(nn.Module):
 
 def heads_of(x):
     q, k, v = (dense(D, name, bias=True)(x) for name in ('query', 'key', 'value'))
-    q, k, v = (one.reshape(*x.shape[:-1], HEADS, -1) for one in (q, k, v))
+    q, k, v = (projection.reshape(*x.shape[:-1], HEADS, -1) for projection in (q, k, v))
     return jax.nn.dot_product_attention(q, k, v).reshape(x.shape)
 
 
