@@ -1,4 +1,4 @@
-"""Steps that are wrong where the partitioner along the batch has a mistake in it."""
+"""Steps that are wrong because a fault is seeded into the partitioner along the batch."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ HSDP = {'replica': 2, 'fsdp': 4}
 def seeded(
     expects: tuple[str, ...], *changes: tuple[Any, str, Any], mesh: Any = FSDP
 ) -> Callable[[Any], Any]:
-    """Adds a fault of the partitioner: while the step is traced, these attributes of modules are others.
+    """Registers a fault of the partitioner: `changes` replace attributes of modules while the step is traced.
 
-    Equations and traces that JAX made for the right functions are forgotten before, and those for the wrong
-    ones behind.
+    The caches of equations and traces are cleared before and after, because JAX caches them per function.
     """
 
     def forget() -> None:
@@ -65,7 +64,7 @@ def seeded(
 
 
 def stepped(helper: MeshShardingHelper, fun: Any, *args: Any, out: bool = False) -> Step:
-    """A function of weights that are sharded and of a batch."""
+    """A compiled step of sharded weights and a batch."""
     rule = FSDPShardingRule('fsdp', min_fsdp_size=1)
     specs = {'out_shardings': (rule, P())} if out else {}
     return helper.sjit(fun, in_shardings=(rule, P('fsdp')), batch_argnums=1, **specs), args
@@ -81,7 +80,7 @@ redistribute = edit.redistribute
 
 
 def _converting(change: Callable[[Conversion], Sequence[Conversion]]) -> Any:
-    """Conversions between placements, with others in the place of some of their operations."""
+    """Returns a `redistribute` that replaces each conversion by those that `change` returns for it."""
     return lambda *placements: [new for step in redistribute(*placements) for new in change(step)]
 
 
@@ -93,7 +92,7 @@ def _without_sum(step: Conversion) -> Sequence[Conversion]:
 
 @seeded(('reduce_sum', 'sub'), (edit, 'redistribute', _converting(_without_sum)))
 def gradient_that_is_not_summed_over_devices(helper: MeshShardingHelper) -> Step:
-    """A lost reduction: each device takes its own terms for the sum."""
+    """A lost reduction: each device uses its local sum as the global sum."""
     return stepped(helper, gradient_step, normal(16, 8), normal(64, 16), out=True)
 
 
@@ -111,7 +110,7 @@ def _forgetting_sums(op: Op) -> Strategy | None:
 
 @seeded(('reduce_sum',), (op_rules, 'RULES', {**op_rules.RULES, 'reduce_sum': _forgetting_sums}))
 def partial_sum_taken_for_a_sum(helper: MeshShardingHelper) -> Step:
-    """A lost `Partial`: the rule of a reduction says that devices hold all of its result."""
+    """A lost `Partial`: the rule of a reduction declares partial sums as replicated."""
     return stepped(helper, lambda w, x: jnp.tanh((x @ w).sum(0)), normal(8, 8), normal(64, 8))
 
 
@@ -124,7 +123,7 @@ def _maximum_added_up(op: Op) -> Strategy | None:
 
 @seeded(('reduce_max',), (op_rules, 'RULES', {**op_rules.RULES, 'reduce_max': _maximum_added_up}))
 def maximum_that_is_added_up(helper: MeshShardingHelper) -> Step:
-    """A wrong reduction: the largest elements of devices are added up."""
+    """A wrong reduction: local maxima are summed over devices."""
     return stepped(helper, lambda w, x: jnp.exp((x @ w).max(0)), normal(8, 8), normal(64, 8))
 
 
@@ -133,25 +132,25 @@ def _local(op: Op) -> Strategy:
 
 
 def alone(name: str) -> tuple[Any, str, Any]:
-    """A rule that runs an operation on each device's examples alone."""
+    """A rule that runs an operation on the local examples of each device."""
     return op_rules, 'RULES', {**op_rules.RULES, name: _local}
 
 
 @seeded(('sort',), alone('sort'))
 def examples_sorted_on_each_device(helper: MeshShardingHelper) -> Step:
-    """A missing gather: each device sorts its own examples."""
+    """A missing gather: each device sorts its local examples."""
     return stepped(helper, lambda w, x: jnp.sort(x @ w, 0), normal(8, 8), normal(64, 8))
 
 
 @seeded(('cumsum',), alone('cumsum'))
 def running_sum_that_begins_on_each_device(helper: MeshShardingHelper) -> Step:
-    """A missing gather: each device adds up from its own first example on."""
+    """A missing gather: a cumulative sum begins anew on each device."""
     return stepped(helper, lambda w, x: jnp.cumsum(x @ w, 0), normal(8, 8), normal(64, 8))
 
 
 @seeded(('rev',), alone('rev'))
 def examples_reversed_on_each_device(helper: MeshShardingHelper) -> Step:
-    """A missing exchange: devices reverse their own examples, and stay in order."""
+    """A missing exchange: devices reverse their local examples, but not the order of the blocks."""
     return stepped(helper, lambda w, x: jnp.tanh(x @ w)[::-1], normal(8, 8), normal(64, 8))
 
 
@@ -161,7 +160,7 @@ def _in_another_order(step: Conversion) -> Sequence[Conversion]:
 
 @seeded(('rev',), (edit, 'redistribute', _converting(_in_another_order)), mesh=HSDP)
 def blocks_gathered_in_another_order(helper: MeshShardingHelper) -> Step:
-    """A wrong order of mesh axes: the blocks of examples come together in another order."""
+    """A wrong order of mesh axes: the blocks of examples are gathered in another order."""
     rule = FSDPShardingRule('fsdp', min_fsdp_size=1)
     batch = P(('replica', 'fsdp'))
     function = helper.sjit(
@@ -172,7 +171,7 @@ def blocks_gathered_in_another_order(helper: MeshShardingHelper) -> Step:
 
 @seeded(('iota', 'mul'), (parts, 'dim_of', always(1)))
 def numbers_along_the_wrong_dimension(helper: MeshShardingHelper) -> Step:
-    """A wrong dimension: examples are numbered, and the block is taken as if features were."""
+    """A wrong dimension: an iota along the examples is sliced like an iota along the features."""
 
     def step(w: Any, x: Any) -> Any:
         return (x @ w) * jax.lax.broadcasted_iota(x.dtype, x.shape, 0)
@@ -186,7 +185,7 @@ def _from_zero(local: Sequence[int], *_: Any) -> list[Any]:
 
 @seeded(('random_bits', 'select_n'), (parts, '_starts', _from_zero))
 def random_bits_of_the_first_device_on_all(helper: MeshShardingHelper) -> Step:
-    """Wrong random bits: each device draws for the first examples."""
+    """Wrong random bits: each device draws the bits of the first examples."""
 
     def step(w: Any, x: Any) -> Any:
         kept = jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
@@ -207,7 +206,7 @@ def _without_mask(step: Conversion) -> Sequence[Conversion]:
 
 @seeded(('scatter-add',), (edit, 'redistribute', _converting(_without_mask)))
 def replicated_term_that_is_added_by_all_devices(helper: MeshShardingHelper) -> Step:
-    """A missing mask: what a scatter adds to is there once on each device."""
+    """A missing mask: the operand of a scatter-add is summed once for each device."""
 
     def step(w: Any, x: Any) -> Any:
         rows = jnp.argmax(x, 1) % len(w)
@@ -223,7 +222,7 @@ convert = JaxprEditor.convert
 
 
 def _gathered_before(self: JaxprEditor, value: Any, target: Any, *args: Any, **options: Any) -> Any:
-    """Remembers gathered weights by their shapes, so that the first one stands for the second one."""
+    """Caches gathered weights by their shapes, so that two weights of one shape share an entry."""
     if not value.is_state or not is_replicated(target):
         return convert(self, value, target, *args, **options)
     gathered = self.__dict__.setdefault('gathered_by_shape', {})
@@ -234,7 +233,7 @@ def _gathered_before(self: JaxprEditor, value: Any, target: Any, *args: Any, **o
 
 @seeded(('dot_general',), (JaxprEditor, 'convert', _gathered_before))
 def gathered_weight_of_another_layer(helper: MeshShardingHelper) -> Step:
-    """A stale cache of weights: the second layer multiplies with the weight that the first one gathered."""
+    """A stale cache of weights: the second layer uses the gathered weight of the first layer."""
 
     def step(w: Any, x: Any) -> Any:
         return jnp.tanh(x @ w['first']) @ w['second']
@@ -243,7 +242,7 @@ def gathered_weight_of_another_layer(helper: MeshShardingHelper) -> Step:
 
 
 def _gathered_once(self: JaxprEditor, value: Any, target: Any, *args: Any, **options: Any) -> Any:
-    """Remembers gathered weights by the arguments that they come from, also behind an update."""
+    """Caches gathered weights by the arguments that they come from, even after an update."""
     if not value.is_state or not is_replicated(target) or value.shape != (16, 8):
         return convert(self, value, target, *args, **options)
     if 'gathered_weight' not in self.__dict__:
@@ -253,7 +252,7 @@ def _gathered_once(self: JaxprEditor, value: Any, target: Any, *args: Any, **opt
 
 @seeded(('dot_general',), (JaxprEditor, 'convert', _gathered_once))
 def gathered_weight_of_the_step_before(helper: MeshShardingHelper) -> Step:
-    """A stale cache of weights: behind an update, the second pass takes what was gathered for the first."""
+    """A stale cache of weights: after an update, the second pass uses the weights gathered for the first."""
 
     def two_steps(w: Any, x: Any) -> Any:
         w, _ = gradient_step(w, x)
@@ -280,7 +279,7 @@ def _added_up(x: Any, doubled: Any, total: Any) -> None:
 
 
 def _kernel(body: Any, with_total: bool, x: Any) -> Any:
-    """A kernel of Pallas that steps over the rows of an array, two at a time; it may have a total of all."""
+    """A Pallas kernel whose grid steps over the rows of an array, two at a time; it may also sum all rows."""
     rows = pallas.BlockSpec((2, x.shape[1]), lambda i: (i, 0))
     total = pallas.BlockSpec((1, x.shape[1]), lambda i: (0, 0))
     like = [jax.ShapeDtypeStruct((count, x.shape[1]), x.dtype) for count in (len(x), 1)]
@@ -300,13 +299,13 @@ STEPS_APART = (kernels, '_steps_are_apart', always(True))
 
 @seeded(('pallas_call',), STEPS_APART)
 def kernel_that_asks_for_its_step(helper: MeshShardingHelper) -> Step:
-    """A missing gather: the kernel of each device counts its own steps."""
+    """A missing gather: the kernel of each device counts its local grid steps."""
     return stepped(helper, lambda w, x: _kernel(_numbered, False, x @ w)[0], normal(8, 8), normal(16, 8))
 
 
 @seeded(('pallas_call',), STEPS_APART, (kernels, '_walks_apart', always(True)))
 def kernel_that_adds_up_over_its_steps(helper: MeshShardingHelper) -> Step:
-    """A missing sum: the kernel of each device adds up its own rows."""
+    """A missing reduction: the kernel of each device sums its local rows."""
 
     def step(w: Any, x: Any) -> Any:
         doubled, total = _kernel(_added_up, True, x @ w)
@@ -327,13 +326,13 @@ EXPERTS = {'router': normal(8, 4), 'up': normal(4, 8, 12) / 3, 'down': normal(4,
 
 @seeded(('ragged_dot_general',), (ragged, '_sizes_in_block', _sizes_from_zero))
 def experts_of_the_first_device(helper: MeshShardingHelper) -> Step:
-    """A wrong block: each device takes its rows for the first ones, which have other experts."""
+    """A wrong block: each device treats its rows as the first rows, which have other experts."""
     sizes = jnp.asarray([10, 20, 0, 34])
     return stepped(helper, lambda w, x: lax.ragged_dot(x, w['up'], sizes), EXPERTS, normal(64, 8))
 
 
 def _by_experts(w: Any, x: Any, back: Callable[[Any, Any], Any]) -> Any:
-    """Tokens that are sorted by expert, multiplied in groups, and put back."""
+    """Sorts tokens by expert, multiplies them in groups, and restores their order by `back`."""
     expert = jnp.argmax(x @ w['router'], -1)
     order = jnp.argsort(expert)
     sizes = jnp.bincount(expert, length=4)
@@ -343,7 +342,7 @@ def _by_experts(w: Any, x: Any, back: Callable[[Any, Any], Any]) -> Any:
 
 @seeded(('sort',), (local_sort_analysis, '_require', always(None)))
 def order_of_the_sort_is_seen(helper: MeshShardingHelper) -> Step:
-    """A missing gather: devices sort their own tokens, and what comes out shows in which order all are."""
+    """A missing gather: devices sort their local tokens, but the result depends on the global order."""
 
     def back(out: Any, order: Any) -> Any:
         return jnp.cumsum(out, axis=0)[jnp.argsort(order)]
@@ -358,7 +357,7 @@ def _numbers_of_all(axes: Sequence[str], count: int, numbers: Any) -> Any:
 
 @seeded((), (local_sorts, '_local_indices', _numbers_of_all))
 def tokens_taken_by_the_numbers_of_all(helper: MeshShardingHelper) -> Step:
-    """A wrong block: devices take their own tokens by numbers that count the tokens of all."""
+    """A wrong block: devices index their local tokens by global indices."""
 
     def back(out: Any, order: Any) -> Any:
         return out[jnp.argsort(order)]
@@ -374,7 +373,7 @@ def _look_up_in_all(block: Any, table: Any, indices: Any) -> Any:
 
 @seeded(('gather',), (tables, '_look_up', _look_up_in_all))
 def rows_of_a_table_from_all_devices(helper: MeshShardingHelper) -> Step:
-    """A missing mask: each device adds a row of its own block to what is looked up."""
+    """A missing mask: each device adds a row of its block of the table to the result of a lookup."""
     tokens = (normal(16, 2) * 100).astype('int32') % 4096
     return stepped(helper, lambda table, tokens: jnp.tanh(table[tokens]), normal(4096, 8), tokens)
 
@@ -391,7 +390,7 @@ def _over_rows(helper: MeshShardingHelper, body: Any, first: Any) -> Step:
 
 @seeded(('mul',), (apart, '_reductions', lambda loop: [SUM] * loop.num_carry))
 def running_average_taken_for_a_sum(helper: MeshShardingHelper) -> Step:
-    """A wrong reduction: devices run over their own examples, and the order of all counts."""
+    """A wrong reduction: devices loop over their local examples, but the result depends on their order."""
 
     def body(w: Any, state: Any, row: Any) -> Any:
         out = jnp.tanh(row @ w)
@@ -402,7 +401,7 @@ def running_average_taken_for_a_sum(helper: MeshShardingHelper) -> Step:
 
 @seeded((), (edit, 'redistribute', _converting(_without_mask)))
 def each_device_begins_its_sum_with_something(helper: MeshShardingHelper) -> Step:
-    """A missing mask: what a loop begins with is added up over devices."""
+    """A missing mask: the initial carry of a loop is summed over devices."""
 
     def body(w: Any, state: Any, row: Any) -> Any:
         out = jnp.tanh(row @ w)
@@ -413,7 +412,7 @@ def each_device_begins_its_sum_with_something(helper: MeshShardingHelper) -> Ste
 
 @seeded(('random_split',), (apart, '_reductions', lambda loop: [REPLICATE] * loop.num_carry))
 def random_key_of_the_first_round_on_all_devices(helper: MeshShardingHelper) -> Step:
-    """Wrong random bits: a loop splits its key in each round, and devices begin with the first one."""
+    """Wrong random bits: a loop splits its key in each iteration; all devices begin with the first key."""
 
     def body(w: Any, key: Any, row: Any) -> Any:
         key, used = jax.random.split(key)
@@ -424,7 +423,7 @@ def random_key_of_the_first_round_on_all_devices(helper: MeshShardingHelper) -> 
 
 @seeded(('dynamic_slice',), (indexed_loops, '_is_row_index', always(True)))
 def row_of_another_number(helper: MeshShardingHelper) -> Step:
-    """A loop that takes the last example first gets the first one."""
+    """A loop that reads the examples from the last to the first gets them from the first to the last."""
 
     def step(w: Any, x: Any) -> Any:
         return lax.map(lambda i: jnp.tanh(x[len(x) - 1 - i] @ w), jnp.arange(len(x)))
@@ -448,7 +447,7 @@ apply_to_stack = matrices._apply_to_stack
 
 @seeded(('mul',), (matrices, '_is_faster', always(True)), (matrices, '_apply_to_stack', _next_ones))
 def matrices_given_back_to_others(helper: MeshShardingHelper) -> Step:
-    """Devices compute entire matrices of an optimizer, and each matrix gets that of its neighbour."""
+    """Devices compute entire matrices of an optimizer, and each matrix gets the result of its neighbour."""
 
     def step(params: Any, x: Any) -> Any:
         def loss(params: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The catalogue: faults of XLA's partitioner, of scalax and of users, and steps that are right."""
+"""The catalogue: faults of XLA's partitioner, of scalax and of users, and sound steps."""
 
 from tests.verification import (  # noqa: F401 - they add theirs
     engine_faults,

@@ -1,4 +1,4 @@
-"""Steps that XLA's partitioner makes wrong, whoever compiles them."""
+"""Steps that XLA's partitioner compiles to wrong programs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def depthwise_gradient(params: Any, images: Any) -> Any:
 
 @partitioner(('kernel', 'conv_general_dilated'))
 def gradient_of_a_depthwise_convolution(helper: MeshShardingHelper) -> Step:
-    """As many times too large as devices have the same rows."""
+    """The gradient is too large by the number of devices with the same rows."""
     return conv_gradient(helper, 16)
 
 
@@ -58,7 +58,7 @@ def gradient_of_a_grouped_convolution(helper: MeshShardingHelper) -> Step:
 
 @partitioner(('conv_general_dilated',), mesh=FSDP)
 def depthwise_convolution_laid_out_unlike_its_images(helper: MeshShardingHelper) -> Step:
-    """Its channels are mixed up where its kernel is split over them."""
+    """The channels are mixed up if the kernel is sharded over them."""
 
     def step(kernel: Any, images: Any) -> Any:
         return grouped(images, kernel, 16, 'NCHW')
@@ -68,7 +68,7 @@ def depthwise_convolution_laid_out_unlike_its_images(helper: MeshShardingHelper)
 
 @partitioner(('dynamic_update_slice',), source='https://github.com/openxla/xla/issues/49118', mesh=FSDP)
 def row_written_out_of_bounds(helper: MeshShardingHelper) -> Step:
-    """One device writes the last row, and no device of a mesh any."""
+    """A write out of bounds: without a mesh it changes the last row, but on a mesh it changes nothing."""
 
     def step(cache: Any, row: Any, number: Any) -> Any:
         return lax.dynamic_update_slice(cache, row, (number, 0))
@@ -82,7 +82,7 @@ def row_written_out_of_bounds(helper: MeshShardingHelper) -> Step:
     ('dynamic_slice',), source='https://github.com/openxla/xla/issues/49122', mesh=FSDP, mended_in='0.12.0'
 )
 def rows_read_out_of_bounds(helper: MeshShardingHelper) -> Step:
-    """Each device reads the last rows that there are, and not its own part of them."""
+    """Each device reads the last rows of the array, and not its part of the rows read."""
 
     def step(x: Any, number: Any) -> Any:
         return lax.dynamic_slice(x, (number, 0), (16, 4))
@@ -93,7 +93,7 @@ def rows_read_out_of_bounds(helper: MeshShardingHelper) -> Step:
 
 @partitioner(('scatter',), source='https://github.com/jax-ml/jax/issues/18434', mended_in='0.12.0')
 def rows_moved_up_by_one(helper: MeshShardingHelper) -> Step:
-    """The last but one row is the last one's new value."""
+    """The last but one row gets the new value of the last row."""
 
     def step(x: Any, row: Any) -> Any:
         return x.at[:-1].set(x[1:]).at[-1].set(row)
@@ -103,7 +103,7 @@ def rows_moved_up_by_one(helper: MeshShardingHelper) -> Step:
 
 @partitioner(('table', 'scatter-add'), source='https://github.com/openxla/xla/issues/42481', explicit=True)
 def gradient_of_a_lookup_in_a_reduced_table(helper: MeshShardingHelper) -> Step:
-    """Devices slice their part of the vocabulary before they add up what others have of it."""
+    """Devices slice their part of the vocabulary before the gradient is summed over devices."""
 
     def step(params: Any, tokens: Any, expected: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -132,9 +132,9 @@ SEQUENCE: dict[str, int] = {'fsdp': 2, 'sp': 2, 'tp': 2}
 
 @partitioner(('embedding', 'scatter-add'), mesh=SEQUENCE)
 def gradient_of_the_next_token_loss(helper: MeshShardingHelper) -> Step:
-    """Tokens are split by sequence, and all but the last one are looked up: an odd number of them.
+    """Tokens are sharded along the sequence, and all but the last are looked up: an odd number of tokens.
 
-    XLA pads them, and adds up what is in the padding where some axis has no part of the tokens.
+    XLA pads them, and sums values in the padding if some mesh axis does not shard the tokens.
     """
     return jitted(helper, next_token_gradient, P(), P('fsdp', 'sp')), NEXT_TOKEN
 
@@ -145,7 +145,7 @@ def counts_but_the_last(groups: Any) -> Any:
 
 @partitioner(('scatter-add',))
 def counts_of_all_but_the_last(helper: MeshShardingHelper) -> Step:
-    """The same of counts, which are integers: what is in the padding is counted."""
+    """The same fault with integers: the counts include values in the padding."""
     return jitted(helper, counts_but_the_last, P('fsdp')), (integers(8, 16),)
 
 
@@ -158,7 +158,7 @@ GROUPS = normal(16, 4) - 3, integers(4, 16)
 
 @partitioner(('scatter-max',))
 def largest_of_each_group_but_the_first(helper: MeshShardingHelper) -> Step:
-    """The same of maxima."""
+    """The same fault with maxima."""
     return jitted(helper, largest_but_the_first, P('tp'), P('tp')), GROUPS
 
 
@@ -169,7 +169,7 @@ def _conv(images: Any, kernel: Any) -> Any:
 
 @partitioner(('kernel', 'conv_general_dilated'))
 def gradient_of_a_convolution_split_by_height(helper: MeshShardingHelper) -> Step:
-    """As many times too large as devices have the same part of the images; without any groups."""
+    """The gradient is too large by the number of devices with the same images; without groups."""
 
     def step(params: Any, images: Any) -> Any:
         return jax.grad(lambda params: jnp.sum(jnp.sin(_conv(images, params['kernel']))))(params)
@@ -180,7 +180,7 @@ def gradient_of_a_convolution_split_by_height(helper: MeshShardingHelper) -> Ste
 
 @partitioner(('conv_general_dilated',))
 def convolution_split_by_height_and_channels(helper: MeshShardingHelper) -> Step:
-    """The result itself: as many times too large as the kernel's channels have parts."""
+    """The result itself is too large by the number of shards of the channels of the kernel."""
 
     def step(kernel: Any, images: Any) -> Any:
         return _conv(images, kernel)
@@ -191,7 +191,7 @@ def convolution_split_by_height_and_channels(helper: MeshShardingHelper) -> Step
 
 @partitioner(('images', 'select_and_scatter_add'))
 def gradient_of_a_max_pool_split_by_height(helper: MeshShardingHelper) -> Step:
-    """Windows that overlap, over rows that other devices have."""
+    """Overlapping windows over rows that are sharded over devices."""
 
     def step(images: Any) -> Any:
         def loss(images: Any) -> Any:

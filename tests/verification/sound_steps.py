@@ -1,4 +1,4 @@
-"""Steps that are right on a mesh, and do not look like it: their results may be all rounding."""
+"""Sound steps that look wrong: their results may consist of rounding errors."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def squares_of_gradients_that_are_zero_but_for_rounding(helper: MeshShardingHelp
 
 @sound()
 def routing_by_top_k_in_bfloat16(helper: MeshShardingHelper) -> Step:
-    """Logits that are equal in bfloat16: which expert comes first, rounding decides."""
+    """Logits that are equal in bfloat16: rounding decides which expert comes first."""
 
     def step(w: Any, x: Any) -> Any:
         logits = (x @ w['w']).astype(jnp.bfloat16) / 64
@@ -103,7 +103,7 @@ def largest_of_nearly_equal_logits(helper: MeshShardingHelper) -> Step:
 
 @sound()
 def softmax_of_rows_that_are_masked(helper: MeshShardingHelper) -> Step:
-    """Exact zeros, and rows of which all is masked, which are NaN; on both sides."""
+    """Exact zeros, and rows that are masked entirely, which are NaN on the mesh and on one device."""
 
     def step(w: Any, x: Any) -> Any:
         scores = x @ w['w']
@@ -154,7 +154,7 @@ def sums_in_bfloat16(helper: MeshShardingHelper) -> Step:
 
 @sound()
 def chaos_of_two_hundred_rounds(helper: MeshShardingHelper) -> Step:
-    """A logistic map that begins with a mean: its last digit is all that is seen in the end."""
+    """A logistic map that begins with a mean: its last digit determines the result."""
 
     def step(w: Any, x: Any) -> Any:
         first = jax.nn.sigmoid(jnp.sum(jnp.tanh(x @ w['w']), 0) / 8)
@@ -166,7 +166,7 @@ def chaos_of_two_hundred_rounds(helper: MeshShardingHelper) -> Step:
 
 @sound()
 def signs_of_singular_vectors(helper: MeshShardingHelper) -> Step:
-    """Of a matrix with equal singular values, the vectors may be any ones of a space."""
+    """The singular vectors of equal singular values are not unique."""
 
     def step(w: Any, x: Any) -> Any:
         moments = x.T @ x / len(x) + jnp.eye(8) * 1e3
@@ -179,7 +179,7 @@ def signs_of_singular_vectors(helper: MeshShardingHelper) -> Step:
 
 @sound()
 def newton_schulz(helper: MeshShardingHelper) -> Step:
-    """Muon's iteration makes small singular values large, and what rounding made of those that are zero."""
+    """Muon's iteration makes small singular values large, also zero ones with rounding errors."""
 
     def step(w: Any, x: Any) -> Any:
         gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x[:, :2] @ w[:2]) ** 2))(w['w'])
@@ -194,7 +194,7 @@ def newton_schulz(helper: MeshShardingHelper) -> Step:
 
 @sound()
 def variance_of_what_is_far_from_zero(helper: MeshShardingHelper) -> Step:
-    """The mean of squares less the square of the mean, of numbers near a thousand: no digit is right."""
+    """The mean of squares minus the square of the mean, of numbers near a thousand: no digit is right."""
 
     def step(w: Any, x: Any) -> Any:
         y = x @ w['w'] + 1000
@@ -205,7 +205,7 @@ def variance_of_what_is_far_from_zero(helper: MeshShardingHelper) -> Step:
 
 @sound()
 def branch_by_a_norm_at_its_bound(helper: MeshShardingHelper) -> Step:
-    """Clipping at a bound that is the norm itself, and a loop that ends where nothing changes any more."""
+    """Clipping at a bound that equals the norm, and a loop that ends when its state converges."""
 
     def step(w: Any, x: Any) -> Any:
         gradient = jnp.mean(x @ w['w'], 0)
@@ -229,7 +229,7 @@ def branch_by_a_norm_at_its_bound(helper: MeshShardingHelper) -> Step:
 
 @sound()
 def numbers_rounded_to_eight_bits(helper: MeshShardingHelper) -> Step:
-    """A product rounded to integers: some are one more, or one less."""
+    """A product rounded to integers: some differ by one."""
 
     def step(w: Any, x: Any) -> Any:
         y = (x.T @ x) @ w['w'] @ (x.T @ x)
@@ -241,7 +241,7 @@ def numbers_rounded_to_eight_bits(helper: MeshShardingHelper) -> Step:
 
 @sound()
 def dropout_by_one_key(helper: MeshShardingHelper) -> Step:
-    """Random numbers of a key of one device; the next key is exactly that of one device."""
+    """Random numbers of one key; the next key is exactly equal on the mesh and on one device."""
 
     def step(w: Any, x: Any) -> Any:
         key, used = jax.random.split(jax.random.key(7))
@@ -254,7 +254,7 @@ def dropout_by_one_key(helper: MeshShardingHelper) -> Step:
 
 @sound()
 def sums_over_devices_that_are_right(helper: MeshShardingHelper) -> Step:
-    """`jax.shard_map` with all sums that it needs, and the check of them."""
+    """`jax.shard_map` with all reductions that it needs, and with check_vma=True."""
 
     def step(params: Any, x: Any) -> Any:
         loss, gradient = jax.value_and_grad(lambda params: lax.pmean(loss_of_rows(params, x), 'fsdp'))(params)
@@ -280,19 +280,19 @@ def next_token_loss_that_is_mended(helper: MeshShardingHelper) -> Step:
 
 @sound()
 def counts_that_are_mended(helper: MeshShardingHelper) -> Step:
-    """Counts of all groups but the last, likewise."""
+    """Counts of all groups but the last, as `sjit` mends them."""
     return helper.sjit(counts_but_the_last, in_shardings=(P('fsdp'),)), (integers(8, 16),)
 
 
 @sound()
 def maxima_that_are_mended(helper: MeshShardingHelper) -> Step:
-    """The largest of each group, likewise."""
+    """The maximum of each group, as `sjit` mends it."""
     return helper.sjit(largest_but_the_first, in_shardings=(P('tp'), P('tp'))), GROUPS
 
 
 @sound()
 def state_that_is_donated(helper: MeshShardingHelper) -> Step:
-    """A state that is given for good, and returned anew."""
+    """A state that is donated, and returned updated."""
 
     def step(w: Any, x: Any) -> Any:
         return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(lambda w: jnp.mean((x @ w['w']) ** 2))(w))

@@ -1,4 +1,4 @@
-"""Steps that are wrong where pipelines have a mistake in them."""
+"""Steps that are wrong because a fault is seeded into pipelines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Layer = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def staged(helper: MeshShardingHelper, layer: Layer, layers: int = LAYERS) -> Step:
-    """A step of gradients, of a loop over layers that runs as a pipeline."""
+    """A step that computes gradients of a scan over layers, which runs as a pipeline."""
 
     def loss(params: Any, x: Any) -> Any:
         last, outputs = jax.lax.scan(layer, x, params['layers'])
@@ -54,7 +54,7 @@ def _stored_as_another(self: Any, before: Any, x: Any, fact: Any, turn: Any) -> 
 
 @seeded(('grad',), (pipelines.Ticks, '_put_in_stack', _stored_as_another), mesh=STAGES)
 def microbatch_with_the_activations_of_another(helper: MeshShardingHelper) -> Step:
-    """The backward pass of a microbatch takes what the forward pass kept of another one."""
+    """The backward pass of a microbatch uses the saved activations of another microbatch."""
     return staged(helper, lambda x, w: (block(x, w), None))
 
 
@@ -68,7 +68,7 @@ def microbatch_with_the_activations_of_another(helper: MeshShardingHelper) -> St
     mesh=STAGES,
 )
 def microbatches_back_in_another_order(helper: MeshShardingHelper) -> Step:
-    """Rows come out of a pipeline as others than went in."""
+    """The microbatches come out of a pipeline in reverse order."""
     return staged(helper, lambda x, w: (block(x, w), x))
 
 
@@ -78,13 +78,13 @@ def microbatches_back_in_another_order(helper: MeshShardingHelper) -> Step:
     mesh=STAGES,
 )
 def sums_of_idle_ticks(helper: MeshShardingHelper) -> Step:
-    """Gradients of what a stage computes while it has nothing to do."""
+    """Gradients accumulate the values that a stage computes in idle ticks."""
     return staged(helper, lambda x, w: (block(x, w), None))
 
 
 @seeded(('grad',), (pipelines, '_broadcast', lambda x, is_source, pipeline: x), mesh=STAGES | {'stage': 4})
 def results_of_the_last_stage_on_it_alone(helper: MeshShardingHelper) -> Step:
-    """The other stages go on with what they have in place of the results of the last one."""
+    """The results of the last stage are not broadcast: the other stages use their own values."""
     return staged(helper, lambda x, w: (block(x, w), None), layers=4)
 
 
@@ -99,11 +99,11 @@ def _alone(op: Op) -> Strategy:
     mesh=STAGES,
 )
 def running_sums_over_rows(helper: MeshShardingHelper) -> Step:
-    """A microbatch begins them anew."""
+    """A cumulative sum over rows begins anew in each microbatch."""
     return staged(helper, lambda x, w: (block(x, w) + jnp.cumsum(x, 0), None))
 
 
 @seeded(('grad',), (pipelines.Ticks, '_send', lambda self, x: x), mesh=STAGES)
 def stage_that_sends_nothing(helper: MeshShardingHelper) -> Step:
-    """Each stage goes on with what it gave itself."""
+    """Stages do not send their results: each stage receives its own."""
     return staged(helper, lambda x, w: (block(x, w), None))

@@ -1,4 +1,4 @@
-"""Steps that are wrong on a mesh as they are written: mistakes of users."""
+"""Steps that are wrong on a mesh because of mistakes of users."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.verification.fault import (
 def mapped(
     helper: MeshShardingHelper, fun: Any, in_specs: tuple[P, ...], out_specs: Any, **options: Any
 ) -> Any:
-    """`jax.shard_map` without the check of what is the same on all devices, as users switch it off."""
+    """`jax.shard_map` with check_vma=False, as users write it."""
     return jax.shard_map(
         fun, mesh=helper.mesh, in_specs=in_specs, out_specs=out_specs, **{'check_vma': False, **options}
     )
 
 
 def _rows(helper: MeshShardingHelper, fun: Any, *args: Any, out: Any = WHOLE) -> Step:
-    """A function on the rows of each device: all arguments but the first have rows."""
+    """Maps a function over the rows of each device: all arguments but the first are sharded by rows."""
     in_specs = (P(), *[P('fsdp')] * (len(args) - 1))
     return helper.sjit(mapped(helper, fun, in_specs, out), in_shardings=in_specs), args
 
@@ -47,7 +47,7 @@ PARAMS = {'w': normal(8, 4)}
 
 @user(('psum', 'loss'))
 def missing_psum(helper: MeshShardingHelper) -> Step:
-    """Each device has its own loss, and says that all have the same."""
+    """Each device returns its local loss as a replicated result."""
 
     def step(params: Any, x: Any) -> Any:
         return {'loss': loss_of_rows(params, x), 'rows': lax.psum(x.shape[0], 'fsdp')}
@@ -57,7 +57,7 @@ def missing_psum(helper: MeshShardingHelper) -> Step:
 
 @user(('w', 'psum'))
 def gradient_of_own_rows(helper: MeshShardingHelper) -> Step:
-    """The loss is averaged over devices, and its gradient is not."""
+    """The loss is averaged over devices, but its gradient is not."""
 
     def step(params: Any, x: Any) -> Any:
         loss, gradient = jax.value_and_grad(loss_of_rows)(params, x)
@@ -68,7 +68,7 @@ def gradient_of_own_rows(helper: MeshShardingHelper) -> Step:
 
 @user(('loss', 'psum'))
 def mean_over_own_rows_summed_up(helper: MeshShardingHelper) -> Step:
-    """Means of parts are added up: as many times too large as there are parts."""
+    """Local means are summed: the loss is too large by the number of devices."""
 
     def step(params: Any, x: Any) -> Any:
         return {'loss': lax.psum(loss_of_rows(params, x), 'fsdp')}
@@ -78,7 +78,7 @@ def mean_over_own_rows_summed_up(helper: MeshShardingHelper) -> Step:
 
 @user(('loss',))
 def mean_of_means_of_unequal_counts(helper: MeshShardingHelper) -> Step:
-    """Parts count alike, however many tokens they have."""
+    """Local means have equal weights, although devices have different numbers of tokens."""
 
     def step(params: Any, x: Any, mask: Any) -> Any:
         losses = jnp.mean(jnp.tanh(x @ params['w']) ** 2, axis=-1)
@@ -101,7 +101,7 @@ def gradient_through_a_psum(helper: MeshShardingHelper) -> Step:
 
 @user((), source='https://github.com/jax-ml/jax/issues/36886')
 def gradient_of_each_row_by_what_all_devices_have(helper: MeshShardingHelper) -> Step:
-    """The gradient by a value that devices have in common is summed over them."""
+    """The gradient with respect to a replicated value is summed over devices."""
 
     def step(params: Any, x: Any) -> Any:
         return jax.vmap(lambda row: jax.grad(lambda w: jnp.sum(jnp.sin(row @ w)))(params['w']))(x)
@@ -113,7 +113,7 @@ def gradient_of_each_row_by_what_all_devices_have(helper: MeshShardingHelper) ->
 
 @user(('norm',))
 def norm_counts_what_devices_have_in_common(helper: MeshShardingHelper) -> Step:
-    """The squares of a bias, which each device has whole, are counted once for each of them."""
+    """The squares of a replicated bias are summed once for each device."""
 
     def step(params: Any) -> Any:
         squares = jax.tree.map(lambda x: jnp.sum(x * x), params)
@@ -127,7 +127,7 @@ def norm_counts_what_devices_have_in_common(helper: MeshShardingHelper) -> Step:
 
 @user(('axis_index',))
 def position_by_another_axis(helper: MeshShardingHelper) -> Step:
-    """Rows are over one axis, and their numbers are taken of another one."""
+    """Rows are sharded over one axis, but their indices are computed from another axis."""
 
     def step(scale: Any, x: Any) -> Any:
         first = lax.axis_index('tp') * x.shape[0]
@@ -138,7 +138,7 @@ def position_by_another_axis(helper: MeshShardingHelper) -> Step:
 
 @user(('w', 'axis_index'))
 def first_device_alone_decays(helper: MeshShardingHelper) -> Step:
-    """What only the first device does, which on one device is all there is."""
+    """A computation that only the first device does; without a mesh that is the only device."""
 
     def step(params: Any, x: Any) -> Any:
         gradient = lax.pmean(jax.grad(loss_of_rows)(params, x), 'fsdp')
@@ -150,7 +150,7 @@ def first_device_alone_decays(helper: MeshShardingHelper) -> Step:
 
 @user(('dot_general',), mesh=FSDP)
 def causal_mask_of_own_tokens(helper: MeshShardingHelper) -> Step:
-    """Queries are split by tokens, and each device takes its first one for the first of all."""
+    """Queries are sharded by tokens, and each device treats its first token as the first of the sequence."""
 
     def step(key: Any, query: Any) -> Any:
         scores = query @ key.T
@@ -162,7 +162,7 @@ def causal_mask_of_own_tokens(helper: MeshShardingHelper) -> Step:
 
 @user(('loss',))
 def softmax_over_own_vocabulary(helper: MeshShardingHelper) -> Step:
-    """The logarithm of the sum of exponentials is that of a part of the vocabulary."""
+    """The log-sum-exp covers only the local part of the vocabulary."""
 
     def step(table: Any, x: Any, labels: Any) -> Any:
         logits = x @ table.T
@@ -178,7 +178,7 @@ def softmax_over_own_vocabulary(helper: MeshShardingHelper) -> Step:
 
 @user(('all_gather',))
 def gathered_in_another_order(helper: MeshShardingHelper) -> Step:
-    """Rows over two axes are gathered with the axes the other way around."""
+    """Rows that are sharded over two axes are gathered with the axes in reverse order."""
 
     def step(x: Any) -> Any:
         return lax.all_gather(x, ('tp', 'fsdp'), tiled=True)
@@ -189,7 +189,7 @@ def gathered_in_another_order(helper: MeshShardingHelper) -> Step:
 
 @user(('mean',))
 def batch_statistics_of_own_rows(helper: MeshShardingHelper) -> Step:
-    """Batch normalization by the mean and variance of the rows of a device."""
+    """Batch normalization by the mean and variance of the local rows."""
 
     def step(scale: Any, x: Any) -> Any:
         return {'normed': scale * (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5), 'mean': x.mean(0)}
@@ -199,7 +199,7 @@ def batch_statistics_of_own_rows(helper: MeshShardingHelper) -> Step:
 
 @user(('random',))
 def dropout_keyed_by_device(helper: MeshShardingHelper) -> Step:
-    """The mask of a row depends on the device that has it."""
+    """The dropout mask of a row depends on the device that holds the row."""
 
     def step(key: Any, x: Any) -> Any:
         key = jax.random.fold_in(key, lax.axis_index('fsdp'))
@@ -220,7 +220,7 @@ def dropout_alike_on_all_devices(helper: MeshShardingHelper) -> Step:
 
 @user('w')
 def custom_gradient_forgets_an_axis(helper: MeshShardingHelper) -> Step:
-    """A product by columns sends back the gradient of a device's own columns."""
+    """The gradient of a column-parallel product covers only the local columns."""
 
     @jax.custom_vjp
     def product(x: Any, w: Any) -> Any:
@@ -247,7 +247,7 @@ def custom_gradient_forgets_an_axis(helper: MeshShardingHelper) -> Step:
 
 @user(('callback',))
 def callback_on_own_rows(helper: MeshShardingHelper) -> Step:
-    """A function of numpy that normalizes what it gets, and gets the rows of a device."""
+    """A NumPy callback that normalizes its argument gets only the local rows."""
 
     def standardized(x: Any) -> Any:
         x = np.asarray(x)
@@ -261,7 +261,7 @@ def callback_on_own_rows(helper: MeshShardingHelper) -> Step:
 
 @user(('custom_partitioning',))
 def custom_partitioning_by_a_wrong_rule(helper: MeshShardingHelper) -> Step:
-    """The rule says that columns are independent, and a softmax over them is not."""
+    """The sharding rule declares columns independent, but a softmax over them is not."""
 
     def columns(x: Any) -> Any:
         return jax.nn.softmax(x)
@@ -280,7 +280,7 @@ def custom_partitioning_by_a_wrong_rule(helper: MeshShardingHelper) -> Step:
 
 @user(('normed',))
 def sharded_op_by_a_wrong_rule(helper: MeshShardingHelper) -> Step:
-    """The same of `scalax.custom_op`: the columns of a norm are said to be independent."""
+    """The same mistake with `scalax.custom_op`: the rule of a norm declares its columns independent."""
 
     @sharded_op('b c -> b c')
     def normed(ctx: Any, x: Any) -> Any:
@@ -294,7 +294,7 @@ def sharded_op_by_a_wrong_rule(helper: MeshShardingHelper) -> Step:
 
 @user(('psum',))
 def sharded_op_sums_twice(helper: MeshShardingHelper) -> Step:
-    """Partial products are added up, and added up once more."""
+    """Partial products are summed over devices twice."""
 
     @sharded_op('b c, c d -> b d', reduction_factors=('c',), check_vma=False)
     def product(ctx: Any, x: Any, w: Any) -> Any:
@@ -305,7 +305,7 @@ def sharded_op_sums_twice(helper: MeshShardingHelper) -> Step:
 
 @user(('deleted',), raises='deleted')
 def donated_buffer_read_later(helper: MeshShardingHelper) -> Step:
-    """A step that closes over a state that the function in it is given for good."""
+    """A step that reads a state after it has donated the state to an inner function."""
     update = helper.sjit(lambda w: 0.5 * w, in_shardings=P('fsdp'), out_shardings=P('fsdp'), donate_argnums=0)
     state = helper.shard(normal(16, 4), P('fsdp'))
 

@@ -1,4 +1,4 @@
-"""Steps that are wrong where a workaround for XLA has a mistake in it, or is missing."""
+"""Steps that are wrong because a workaround for XLA is faulty or missing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.verification.partitioner_faults import conv_gradient, depthwise_gradi
 
 
 def alone(value: Any, *args: Any, **kwargs: Any) -> Any:
-    """The value of a device, of which a collective would make that of all."""
+    """Returns the local value, in place of a collective."""
     return value
 
 
 def twice(value: Any, axes: Any) -> Any:
-    """What is added up over devices, and then once more."""
+    """Sums over devices twice."""
     return parallel_sum(parallel_sum(value, axes), axes)
 
 
@@ -28,20 +28,20 @@ parallel_sum = lax.psum
 
 @seeded(('kernel', 'conv_general_dilated'), (lax, 'psum', alone))
 def mended_convolution_without_its_sum(helper: MeshShardingHelper) -> Step:
-    """A missing sum: the gradient of a depthwise convolution is that of a device's own rows."""
+    """A missing sum: the gradient of a depthwise convolution covers only the local rows."""
     _, args = conv_gradient(helper, 16)
     return helper.sjit(depthwise_gradient, in_shardings=(P(), P('fsdp'))), args
 
 
 @seeded(('kernel', 'conv_general_dilated'), (lax, 'psum', twice))
 def mended_convolution_summed_up_twice(helper: MeshShardingHelper) -> Step:
-    """A doubled sum: the same gradient, added up over devices that have it already."""
+    """A doubled sum: the same gradient is summed over devices that already hold the sum."""
     _, args = conv_gradient(helper, 16)
     return helper.sjit(depthwise_gradient, in_shardings=(P(), P('fsdp'))), args
 
 
 @seeded(('kernel', 'conv_general_dilated'), (dispatch, 'apply_workarounds', lambda jaxpr, *_, **__: jaxpr))
 def convolution_that_is_not_mended(helper: MeshShardingHelper) -> Step:
-    """The gradient of a depthwise convolution as XLA has it."""
+    """The gradient of a depthwise convolution as XLA partitions it, without the workaround."""
     _, args = conv_gradient(helper, 16)
     return helper.sjit(depthwise_gradient, in_shardings=(P(), P('fsdp'))), args
