@@ -105,7 +105,7 @@ def any_number(w, *batches, **more):
 
 
 def test_optional_batches():
-    """A parameter may be left to its default, or be None; of several, one is enough."""
+    """A batch argument may be omitted or None, if another one is an array."""
 
     def fun(w, x=None, y=None):
         return w if x is None else layer(w, x) if y is None else layer(w, x) + layer(w, y)
@@ -119,7 +119,7 @@ def test_optional_batches():
 
 
 def test_rows_that_do_not_divide():
-    """The helper's policy holds for a batch that is said to be one, say the last one of an epoch."""
+    """The policy of the helper holds for explicit batches too, such as the last one of an epoch."""
     helper = MeshShardingHelper([8], ['fsdp'], on_indivisible='replicate')
     step = helper.sjit(layer, in_shardings=(P(), ROWS), batch_argnums=1)
     assert [step.explain_propagation(W, X[:rows]).axes for rows in (16, 15)] == [('fsdp',), ()]

@@ -66,7 +66,7 @@ def pure(w, x):
 
 
 def bits(w, x):
-    """Signs of zeros, truth values, and complex numbers come back as they are."""
+    """Callbacks return signed zeros, booleans and complex numbers bit by bit."""
     y = jnp.tanh(x @ w)
     kinds = (
         jnp.zeros(3),
@@ -111,7 +111,7 @@ def test_callbacks_see_all_examples_once(name, mesh):
     for a, b in zip(results, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
     assert len(calls) == len(CALLS)
-    # Rounds of a loop may be told in any order.
+    # Callbacks of iterations may run in any order.
     order = (lambda calls: sorted(calls, key=np.sum)) if name == 'in_a_loop' else list
     for a, b in zip(order(calls), order(CALLS), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
@@ -189,7 +189,7 @@ FALLS_BACK = 'It runs as jax.jit runs it, and the compiler alone decides how act
 
 
 def test_steps_with_ordered_callbacks_are_not_partitioned():
-    """JAX itself refuses it on several devices."""
+    """JAX itself refuses ordered callbacks on several devices."""
     helper, spec = MESHES['fsdp']
 
     def fun(w, x):

@@ -30,7 +30,7 @@ def values(dtype, *shape):
 
 
 def gathered(w, x):
-    """What mixes examples, and state that meets them."""
+    """Operations that mix examples, and operations on examples and state."""
     return x[::-1], jnp.concatenate([x, w]), jnp.concatenate([x, x], 1), jnp.stack([x, w]), jnp.where(x, w, x)
 
 
@@ -50,7 +50,7 @@ def compared(w, x):
 
 
 def added(w, x):
-    """Sums that few bits hold."""
+    """Sums that are exact in narrow dtypes."""
     small = x[:, :2] * jnp.asarray([1, 0], x.dtype)
     return small.sum(0), lax.cumsum(small, 1), (w[:2, :2] * small[:2]).sum()
 
@@ -86,7 +86,7 @@ def test_sums(dtype):
 
 
 def test_the_largest_complex_number_of_all_examples():
-    """Devices exchange no maximum of complex numbers."""
+    """No collective computes a maximum of complex numbers."""
     x = values('complex64', 16, 8)
     [largest, _] = run(lambda w, x: (x.max(0), w), x, x)
     np.testing.assert_array_equal(largest, jnp.max(x, 0))
@@ -125,7 +125,7 @@ def test_keys(impl):
 
 
 def test_gradients_of_integers():
-    """They have dtype float0, and take no memory."""
+    """Such gradients have dtype float0, and take no memory."""
 
     def fun(w, x):
         value, gradients = jax.value_and_grad(

@@ -35,7 +35,7 @@ def sines(x, kernel=sine, **options):
 
 
 def columns_in_order(order, x):
-    """Grid of rows and parts of columns; numbers, read before, say which part comes first."""
+    """Grid of rows and parts of columns; prefetched scalars choose which part comes first."""
     in_spec = pl.BlockSpec((1, 8, 8), lambda i, j, order: (i, 0, order[j]))
     out_spec = pl.BlockSpec((1, 8, 8), lambda i, j, order: (i, 0, j))
     spec = pltpu.PrefetchScalarGridSpec(
@@ -105,7 +105,7 @@ def accumulated(x, out):
 
 
 def summed(x):
-    """All rows are added up in one block."""
+    """Adds up all rows in one block."""
     all_rows = pl.BlockSpec((1, *x.shape[1:]), lambda i: (0, 0, 0))
     of = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
     row = pl.BlockSpec((1, *x.shape[1:]), lambda i: (i, 0, 0))
@@ -115,14 +115,14 @@ def summed(x):
 
 
 def neighbours(x):
-    """Each step reads the block behind its own."""
+    """Each step reads the block after its own."""
     count = len(x)
     row = pl.BlockSpec((1, *x.shape[1:]), lambda i: ((i + 1) % count, 0, 0))
     return sines(x, in_specs=[row])
 
 
 def chosen(x):
-    """Numbers, read before the kernel runs, choose the blocks."""
+    """Prefetched scalars choose the blocks."""
     row = pl.BlockSpec((1, *x.shape[1:]), lambda i, numbers: (numbers[i], 0, 0))
     spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(len(x),), in_specs=[row], out_specs=row)
     call = pl.pallas_call(lambda numbers, *refs: sine(*refs), like(x), grid_spec=spec, interpret=True)
@@ -169,7 +169,7 @@ def check(fun, mesh=FSDP):
 
 
 def vmapped(x):
-    """A kernel of one example, which asks for its step in the sequence."""
+    """A kernel for one example, which reads its program_id along the sequence."""
 
     def kernel(x, out):
         out[...] = x[...] + pl.program_id(0)

@@ -27,7 +27,7 @@ def weights():
 
 
 def tokens():
-    """The experts of which have very different numbers of tokens, also on each device."""
+    """Tokens of which experts get very different numbers, also on each device."""
     x = np.random.default_rng(1).normal(size=(TOKENS, WIDTH)).astype('float32')
     return x + np.linspace(-2, 2, TOKENS, dtype='float32')[:, None]
 
@@ -76,7 +76,7 @@ def scattered(out, order, count):
 
 
 def put_back(out, order, count):
-    """Nothing says that each row is put once; JAX asks that in the gradient."""
+    """Without unique_indices, the gradient of JAX computes which update of a row is kept."""
     del count
     return jnp.zeros_like(out).at[order].set(out)
 
@@ -148,7 +148,7 @@ def dense_too(w, rows, sizes, keys):
 
 
 def experts(w, x, sort=argsort, count_of=bincount, rows=plain_rows, layer=plain, back=gathered, chosen=2):
-    """Tokens in the order of their experts, by several ways that people write."""
+    """A layer that sorts tokens by expert; the arguments are the ways in which users write its parts."""
     gates, expert = lax.top_k(jax.nn.softmax(x @ w['router']), chosen)
     keys = expert.reshape(-1)
     order = sort(keys)
@@ -166,7 +166,7 @@ def summed(w, x, chosen=2):
 
 
 def numbered_tokens(w, x, chosen=2):
-    """The number of the token is looked up, and that of the place."""
+    """Gathers by indices of tokens, and scatters the positions of their choices."""
     gates, expert = lax.top_k(jax.nn.softmax(x @ w['router']), chosen)
     order = jnp.argsort(expert.reshape(-1))
     numbers = jnp.arange(order.size, dtype='int32')
@@ -301,7 +301,7 @@ def test_feature_dims_may_be_reduced(reduce):
 
 
 def test_rows_restored_by_a_custom_gradient():
-    """JAX replaces the call by what it runs where it derives the gradient, and nowhere else."""
+    """JAX replaces the call by its forward rule only where it differentiates the call."""
     fun = functools.partial(experts, rows=rows_by_own_gradient, back=back_by_own_gradient)
     assert not moved(with_gradients(fun))
     assert compare(fun)
@@ -423,7 +423,7 @@ def test_tokens_of_other_devices_move():
 
 @pytest.mark.slow
 def test_a_loop_that_saves_sorted_rows_keeps_their_order():
-    """They would be in another order in the loop of the gradient."""
+    """Otherwise the loop of the gradient would read the rows in another order."""
     fun = with_gradients(functools.partial(layers, checkpoint=lambda layer: layer))
     assert 'sort' in moved(fun)
     compare(fun)
@@ -432,7 +432,7 @@ def test_a_loop_that_saves_sorted_rows_keeps_their_order():
 @pytest.mark.slow
 @pytest.mark.parametrize('seed', range(10))
 def test_random_layers(seed):
-    """Whatever is found of the order, the values are those of one device."""
+    """Values are those of one device, whether or not each device sorts its own tokens."""
     random = np.random.default_rng(seed)
     steps = random.choice(len(STEPS), 2)
 

@@ -14,7 +14,7 @@ W, X = np.asarray(np.random.default_rng(0).normal(size=(2, 8, 8)), 'f')
 
 
 def bits_of_integers(w, x):
-    """Bits of integers are no maximum of them."""
+    """The bitwise or of integers is not their maximum."""
     signs = jnp.int32(x * 100)
     return (
         lax.reduce_or(jnp.uint8(jnp.abs(x) * 50), (0,)),
@@ -24,7 +24,7 @@ def bits_of_integers(w, x):
 
 
 def product_of_booleans(w, x):
-    """A product of booleans says whether any pair is true."""
+    """A product of booleans is true where any pair is true."""
     return (x > 1).T @ (x > 0.5), (x > 1).T @ (w > 0)
 
 

@@ -26,7 +26,7 @@ def other(name):
 
 
 def test_primitives_that_reuse_names_of_jax_gather_all_examples():
-    """In one step, and each is told."""
+    """One step uses all of them, and the report names each."""
     primitives = [other(name) for name in TABLED]
 
     def fun(w, x):
