@@ -161,7 +161,7 @@ def test_names_of_operations(written, read):
     ('path', 'dtype'), [('0#0', 'f32'), ('0#1', 's32'), ('1', 'bf16'), ('2#0', 'pred'), ('2#1#1', 'u8')]
 )
 def test_elements_of_tuples_in_a_tuple(path, dtype):
-    """XLA for GPUs prints which element of which element a kernel takes."""
+    """XLA for GPUs prints the indices into nested tuples of a kernel's operands."""
     of = '((f32[8]{0}, s32[8]{0}), bf16[8]{0}, (pred[8]{0}, (u4[8]{0}, u8[8]{0})))'
     call = f'%made = {of} custom-call(%p), custom_call_target="many"'
     module = parse(program(call, f'ROOT %out = {dtype}[8]{{0}} negate(%made#{path})'))

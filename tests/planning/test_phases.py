@@ -41,7 +41,7 @@ ONE = 2 * 4**3  # operations of a product of 4 x 4 matrices
 
 
 def loss(w, x, wrap=lambda fun: fun):
-    """Two products, each of whose gradients takes one for the weights and one for what comes in."""
+    """Two products; the gradient of each has one product for the weights and one for the input."""
     return wrap(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w))(w, x).sum()
 
 
@@ -63,7 +63,7 @@ def in_parts(w, x):
 
 
 def in_shard_map(w, x):
-    """On each of four parts of 16 rows, which makes as many operations as four matrices."""
+    """A product on each of four parts of 16 rows: as many operations as those of four matrices."""
     rows = jnp.concatenate([x] * 4)
     on_parts = HELPER.shard_map(
         lambda w, x: jnp.tanh(x @ w), (P(), P('fsdp')), P('fsdp'), axis_names={'fsdp'}, check_vma=False
@@ -188,7 +188,7 @@ def test_the_model_of_the_llama_steps(case):
 
 @pytest.mark.medium
 def test_phase_of_collectives_that_move_loop_state():
-    """The partitioner gives it no name: it gathers the activations of each layer, forward."""
+    """The partitioner gathers the activations of each layer in the forward pass; the gather has no name."""
 
     def loss(w, x):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].sum()

@@ -29,7 +29,7 @@ FLOPS_RATE, HBM_RATE, HOST_RATE = 1e12 / _ACHIEVABLE, 1e9 / _ACHIEVABLE, 1e8
 
 
 def cost(**times):
-    """What XLA writes beside a kernel, in microseconds."""
+    """The metadata with which XLA annotates a kernel with its modeled times, in microseconds."""
     written = ','.join(
         f'{{"exec_time_us":{time},"compute_time_us":0,"name":"{name.replace("_", "-")}"}}'
         for name, time in times.items()
@@ -38,7 +38,7 @@ def cost(**times):
 
 
 def of(text, collectives=()):
-    """The schedule of a program, whose collectives take so many microseconds."""
+    """The schedule of a program, with the microseconds that its collectives take."""
     links = {('main', name): (kind, time * US) for name, (kind, time) in dict(collectives).items()}
     module = parse(f'HloModule made, is_scheduled=true\n{text}', True)
     return schedule_of(module, FLOPS_RATE, HBM_RATE, HOST_RATE, links)
@@ -236,7 +236,7 @@ ENTRY %main (x: {lhs}, y: {rhs}) -> {result} {{
 
 @gpu_compiler.needed
 def test_modeled_times_of_unmeasured_dtypes():
-    """Why the schedule divides their time; where this fails, XLA counts them right, or has measured them."""
+    """XLA's times are too long, and the schedule divides them; a failure means that XLA has changed them."""
     helper = MeshShardingHelper.from_topology('h100:1', [1], ['x'])
     seconds = {}
     for result in ('bfloat16', 'float32'):
@@ -298,7 +298,7 @@ ENTRY %main (x: f32[250], b: pred[]) -> f32[250] {{
 
 
 def test_loops_and_branches():
-    """Of branches the longest counts: with a loop of its own, after the one outside."""
+    """The longest branch counts; it contains a loop, and runs after the loop outside of it."""
     all_rows = rows(of(LOOP))
     kernels = {name: row for name, row in all_rows.items() if name not in ('next', 'c')}  # of single numbers
     assert kernels == {'inside': (20, 60), 'once': (1, 4), 'more': (1, 5)}
@@ -309,7 +309,7 @@ def test_loops_and_branches():
 
 
 def lane(spans, name):
-    """What is in a lane: name, start and end in microseconds."""
+    """The spans of a lane: name, start and end in microseconds."""
     return [
         (span.name, pytest.approx(span.start / US), pytest.approx((span.start + span.seconds) / US))
         for span in spans
@@ -397,7 +397,7 @@ def test_kernels_take_at_least_their_lower_bound(name):
 @pytest.mark.medium
 @pytest.mark.parametrize('name', MODELLED)
 def test_a_step_takes_its_kernels_and_its_waits(name):
-    """No less than any of what runs beside the others, and no more than all."""
+    """A step takes at least the time of each stream; it waits at most for all collectives and copies."""
     plan = recorded_plan(name)
     schedule, roofline = plan.schedule, plan.roofline()
     times = zip(

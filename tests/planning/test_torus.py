@@ -25,7 +25,7 @@ V5E, V5P = HARDWARE['v5e'], HARDWARE['v5p']
 
 @dataclasses.dataclass
 class Device:
-    """What JAX tells of a TPU device."""
+    """The attributes of a TPU device in JAX."""
 
     coords: tuple[int, ...]
     core_on_chip: int = 0
@@ -39,7 +39,7 @@ class SliceDevice(Device):
 
 @dataclasses.dataclass
 class Plain:
-    """What JAX tells of a CPU device."""
+    """The attributes of a CPU device in JAX."""
 
     process_index: int = 0
 
@@ -55,7 +55,7 @@ def chips(*shape, cores=1, slices=1):
 
 
 def route(mesh, axes, positions, hardware):
-    """What joins the groups of devices along some axes of a mesh; the same for all groups."""
+    """The route between the devices of a group along some axes of a mesh, equal for all groups."""
     grid = np.arange(len(positions)).reshape(tuple(mesh.values()))
     group_dims = [i for i, name in enumerate(mesh) if name in axes]
     rest = [i for i in range(grid.ndim) if i not in group_dims]

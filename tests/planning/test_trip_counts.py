@@ -36,12 +36,12 @@ def loop(test, step, *first, dtype=None):
 
 
 def while_(test, step, start, dtype=None):
-    """The same over one integer, where the test does not look at the matrix."""
+    """A `loop` over one integer, whose condition does not read the matrix."""
     return loop(lambda x, i: test(i), lambda i: (step(i),), start, dtype=dtype)
 
 
 def small(x):
-    """What depends on data."""
+    """A condition that depends on the values of the matrix."""
     return x[0, 0] < 9
 
 
@@ -50,7 +50,7 @@ def beside_a_key(key, number):
     return jax.random.split(key), number + 2
 
 
-# name -> (function, rounds, how well known)
+# name -> (function, rounds, exactness of the count)
 LOOPS = {
     'less': (while_(lambda i: i < 9, lambda i: i + 2, 1), 4, EXACT),
     'less or equal': (while_(lambda i: i <= 7, lambda i: i + 2, 1), 4, EXACT),
@@ -185,7 +185,7 @@ def test_trip_counts_of_optimized_programs(fun, rounds, exactness):
 
 
 def test_a_loop_of_an_equation_alone():
-    """Where nothing is known around it, literals are."""
+    """Without the jaxpr around the loop, only its literals are known."""
     traced = jax.jit(while_(lambda i: i <= 7, lambda i: i + 2, 1)).trace(X)
     [equation] = [equation for equation in traced.jaxpr.eqns if equation.primitive.name == 'while']
     assert while_trip_count(equation) == (4, EXACT)
@@ -204,7 +204,7 @@ def test_many_iterations(start):
 
 
 def test_many_operations_between_state_and_test():
-    """Each line doubles the ways to the counter."""
+    """Each line doubles the number of paths from the condition to the counter."""
 
     def test(i):
         for _ in range(25):
@@ -249,7 +249,7 @@ def one_of(*functions):
     return lambda x: jax.lax.switch(x[0, 0].astype(int), functions, x)
 
 
-# name -> (function, products, how well known)
+# name -> (function, products, exactness of the count)
 BRANCHES = {
     'different ones': (switch(1, 4, 2), 4, AT_MOST),
     'equal ones': (switch(3, 3), 3, EXACT),
@@ -281,7 +281,7 @@ def test_the_largest_branch_counts(fun, count, exactness):
 
 
 def test_each_measure_has_its_largest_branch():
-    """One product of large matrices, and many of small ones: the most flops, and the most bytes."""
+    """The product of large matrices has the most FLOPs; the products of small ones have the most bytes."""
 
     def large(x):
         return x @ x
@@ -375,7 +375,7 @@ def test_library_calls_are_kernels(target):
 
 
 def test_calls_from_the_compiler_contain_full_names():
-    """That for tpu7x puts an all-gather into a call with the name of the operation, and keeps it inside."""
+    """The compiler for tpu7x puts an all-gather into a call; both have the name of the operation."""
     name = 'jit(f)/jvp()/squeeze'
     groups = 'channel_id=8, replica_groups={{0,1}}, dimensions={0}'
     text = f"""HloModule m, is_scheduled=true, num_partitions=2

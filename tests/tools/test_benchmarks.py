@@ -86,7 +86,7 @@ def test_an_unknown_contestant_is_no_other_one(tmp_path):
 
 @pytest.mark.slow
 def test_by_hand_and_with_rules_are_one_step():
-    """What is compared computes the same, and lies alike."""
+    """Both steps compute the same results with the same shardings."""
     helper = decoder.mesh_helper()
     host = jax.device_get(decoder.init(jax.random.key(0), 1))
     hand = decoder.ByHand(helper, host)

@@ -52,7 +52,7 @@ def test_a_check_that_hangs_is_ended() -> None:
     assert outcome.passed == frozenset()
 
 
-# As the local launcher does: it ends those that it has started when it is asked to end a second time.
+# As the local launcher does: the second SIGINT ends the process that it has started.
 STARTS_ANOTHER = """
 import signal, subprocess, sys, time
 other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)

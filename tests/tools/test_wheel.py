@@ -48,7 +48,7 @@ def test_wheel_metadata(distributions: Path) -> None:
     expected = {'Name: scalax', 'License-Expression: Apache-2.0', 'Requires-Python: >=3.11'}
     assert expected <= set(metadata)
     needed = [line for line in metadata if line.startswith('Requires-Dist') and 'extra ==' not in line]
-    assert sorted(needed) == [f'Requires-Dist: {each}' for each in ('jax>=0.10', 'numpy')]
+    assert sorted(needed) == [f'Requires-Dist: {requirement}' for requirement in ('jax>=0.10', 'numpy')]
 
 
 def test_sdist_holds_the_package(distributions: Path) -> None:
@@ -63,12 +63,14 @@ def test_extras_are_metadata(distributions: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         [name] = [name for name in archive.namelist() if name.endswith('.dist-info/METADATA')]
         metadata = archive.read(name).decode().splitlines()
-    known = {importlib.metadata.distribution(name).metadata['Name'].lower() for name in NEEDED_BY_EXTRAS}
+    package_names = {
+        importlib.metadata.distribution(name).metadata['Name'].lower() for name in NEEDED_BY_EXTRAS
+    }
     for extra in make_dist.EXTRAS:
         assert f'Provides-Extra: {extra}' in metadata
         lines = [line for line in metadata if line.endswith(f'extra == "{extra}"')]
         needed = [re.match(r'Requires-Dist: ([\w-]+)', line) for line in lines]
-        assert lines and {found[1].lower() for found in needed if found} <= known
+        assert lines and {match[1].lower() for match in needed if match} <= package_names
 
 
 @pytest.mark.slow  # `make dist` does it, too

@@ -99,9 +99,9 @@ def test_ten_steps_are_those_of_one_device(search_result):
         batch_argnums=1,
     )
     state = helper.shard(make_state(), search_result.rule)
-    one = losses(jax.jit(train_step), make_state(), tokens)
-    np.testing.assert_allclose(losses(step, state, tokens), one, rtol=1e-4)
-    assert one[-1] < one[0]
+    expected = losses(jax.jit(train_step), make_state(), tokens)
+    np.testing.assert_allclose(losses(step, state, tokens), expected, rtol=1e-4)
+    assert expected[-1] < expected[0]
 
 
 @pytest.mark.medium
@@ -124,8 +124,8 @@ def test_its_code_offers_to_verify_the_step(search_result, capsys):
     code, offer = search_result.to_code(), 'print(helper.verify(step, *arguments))'
     assert code.endswith(f'\n# {offer}\n')
     exec(code.replace(f'# {offer}', offer), {'train_step': train_step, 'arguments': arguments()})
-    said = 'train_step on fsdp=8 matches one device: 9 results, 2 consecutive steps, 3 seeds\n'
-    assert capsys.readouterr().out.startswith(said)
+    message = 'train_step on fsdp=8 matches one device: 9 results, 2 consecutive steps, 3 seeds\n'
+    assert capsys.readouterr().out.startswith(message)
 
 
 @pytest.mark.medium
@@ -154,10 +154,10 @@ def test_no_neighbour_costs_less(search_result):
 
 @pytest.mark.slow
 def test_it_is_deterministic():
-    one, other = (autoshard(product, simple(), **options(sizes={'tp': [1, 2]})) for _ in range(2))
-    assert {len(row.mesh) for row in one.meshes} == {1, 2}
-    assert one.to_code() == other.to_code()
-    assert (one.groups, one.meshes, one.num_trials) == (other.groups, other.meshes, other.num_trials)
+    first, second = (autoshard(product, simple(), **options(sizes={'tp': [1, 2]})) for _ in range(2))
+    assert {len(row.mesh) for row in first.meshes} == {1, 2}
+    assert first.to_code() == second.to_code()
+    assert (first.groups, first.meshes, first.num_trials) == (second.groups, second.meshes, second.num_trials)
 
 
 @pytest.mark.medium
@@ -188,7 +188,7 @@ def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
     # As if the machine went down while it wrote the last line.
     file.write_text('\n'.join([*lines[:-1], '{}', 'null', '[1]', edited, lines[-1], lines[0][:40]]) + '\n')
     attempts, attempt = [], trial.run_trial
-    monkeypatch.setattr(trial, 'run_trial', lambda *each: (attempts.append(each), attempt(*each))[1])
+    monkeypatch.setattr(trial, 'run_trial', lambda *args: (attempts.append(args), attempt(*args))[1])
     few = autoshard(product, simple(), **options(file=file, sizes={'tp': 8}, budget_s=1e-6))
     assert (few.mesh, few.num_trials) == ({'fsdp': 1, 'tp': 8}, 1)  # those of other meshes do not count
     attempts.clear()
@@ -204,11 +204,11 @@ def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
 def test_ctrl_c_gives_the_best_so_far(monkeypatch):
     attempt, attempts = trial.run_trial, []
 
-    def stopped(*each):
-        attempts.append(each)
+    def stopped(*args):
+        attempts.append(args)
         if len(attempts) > least:
             raise KeyboardInterrupt
-        return attempt(*each)
+        return attempt(*args)
 
     monkeypatch.setattr(trial, 'run_trial', stopped)
     least = 1
@@ -334,10 +334,10 @@ def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_th
     ],
 )
 def test_bad_input(changes, message):
-    own = options(**changes)
-    step, args = own.pop('step', product), own.pop('args', simple())
+    call_options = options(**changes)
+    step, args = call_options.pop('step', product), call_options.pop('args', simple())
     with pytest.raises(ArgumentError) as raised:
-        autoshard(step, args, **own)
+        autoshard(step, args, **call_options)
     assert message in str(raised.value)
 
 
@@ -431,8 +431,8 @@ def test_larger_sizes_are_tried_as_long_as_they_pay():
 @pytest.mark.medium
 def test_a_part_of_the_memory_is_left_free():
     best = autoshard(product, simple(), **options())
-    whole = autoshard(product, simple(), **options(memory=best.memory, headroom=0))
-    assert whole.fits and whole.memory == best.memory
+    full_result = autoshard(product, simple(), **options(memory=best.memory, headroom=0))
+    assert full_result.fits and full_result.memory == best.memory
     less = autoshard(product, simple(), **options(memory=best.memory, headroom=0.1))
     assert not less.fits or less.memory <= 0.9 * best.memory
 

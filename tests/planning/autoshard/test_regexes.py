@@ -319,7 +319,7 @@ def test_any_keys_resolve_as_asked(leaves: Leaves) -> None:
 @examples(100)
 @hypothesis.given(trees(NAMES))
 def test_keys_are_whole(leaves: Leaves) -> None:
-    """A last key that only holds one of those of the leaves matches no end."""
+    """A path whose last key only contains the last key of a leaf matches no regex for ends."""
     *result, (_, default) = rows(leaves)
     ends = [(regex, spec) for regex, spec in result if not regex.endswith('/')]
     for path in leaves:

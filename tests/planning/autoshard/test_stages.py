@@ -77,7 +77,7 @@ def test_over_a_slow_network_layers_are_stages(result):
     assert len(layers) == 6 and all(spec[0] == 'data' for spec in layers)
     assert 'data' not in params['head']
     best, *others = result.meshes
-    assert best.pipeline == result.pipeline and [each.pipeline for each in others] == [None]
+    assert best.pipeline == result.pipeline and [row.pipeline for row in others] == [None]
     assert others[0].mean_seconds > 2 * best.mean_seconds
 
 
@@ -106,11 +106,11 @@ def test_its_steps_are_those_of_one_device(result):
         batch_argnums=1,
         pipeline=result.pipeline,
     )
-    one, staged = (params, OPTIMIZER.init(params)), (params, OPTIMIZER.init(params))
+    expected, actual = (params, OPTIMIZER.init(params)), (params, OPTIMIZER.init(params))
     for _ in range(3):
-        one, staged = jax.jit(train_step)(one, x), step(staged, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), staged, one)
-    assert not np.allclose(one[0]['head'], params['head'], rtol=1e-4, atol=1e-6)
+        expected, actual = jax.jit(train_step)(expected, x), step(actual, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), actual, expected)
+    assert not np.allclose(expected[0]['head'], params['head'], rtol=1e-4, atol=1e-6)
 
 
 def test_it_shows_the_stages_and_is_saved(result):
@@ -128,7 +128,7 @@ def test_over_a_fast_network_there_is_no_pipeline():
     fast = dataclasses.replace(SLOW, dcn_bytes_per_second=1e12)
     result = found_for(hardware=fast, rows=2048)
     assert result.pipeline is None and 'Pipeline' not in result.to_code()
-    assert {each.pipeline is None for each in result.meshes} == {True, False}
+    assert {row.pipeline is None for row in result.meshes} == {True, False}
 
 
 @pytest.mark.medium
@@ -141,5 +141,5 @@ def test_over_a_fast_network_there_is_no_pipeline():
 )
 def test_what_cannot_be_a_pipeline_says_why(options, message):
     result = found_for(**options)
-    [reason] = [each.reason for each in result.meshes if each.pipeline]
+    [reason] = [row.reason for row in result.meshes if row.pipeline]
     assert result.pipeline is None and message in reason

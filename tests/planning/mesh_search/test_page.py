@@ -26,15 +26,15 @@ def plan(fsdp, tp, peak=4, names=('fsdp', 'tp')):
     step = helper.sjit(
         lambda w, x: (x @ w).sum(0), in_shardings=(P(*names), P(names[0])), out_shardings=P(names[1])
     )
-    made = helper.plan(
+    cpu_plan = helper.plan(
         step, jax.ShapeDtypeStruct((4096, 4096), 'bfloat16'), jax.ShapeDtypeStruct((65536, 4096), 'bfloat16')
     )
     memory = dataclasses.replace(
-        made.memory, arguments=peak * GIB, outputs=0, temporaries=0, peak=peak * GIB, limit=LIMIT
+        cpu_plan.memory, arguments=peak * GIB, outputs=0, temporaries=0, peak=peak * GIB, limit=LIMIT
     )
     positions = tuple(DevicePosition(0, (i % 2, i // 2)) for i in range(8))
     return dataclasses.replace(
-        made,
+        cpu_plan,
         name='step',
         memory=dataclasses.replace(memory, estimated=False),
         device_positions=positions,
@@ -70,8 +70,8 @@ def search():
 
 def hostile():
     sizes = {HOSTILE: 4, 'tp': 2}
-    made = plan(4, 2, names=('<img src=x>', 'tp'))  # a name with quotes is none that XLA reads
-    best = Candidate(sizes, dataclasses.replace(made, name=HOSTILE))
+    hostile_plan = plan(4, 2, names=('<img src=x>', 'tp'))  # a name with quotes is none that XLA reads
+    best = Candidate(sizes, dataclasses.replace(hostile_plan, name=HOSTILE))
     return SearchResult((best, Candidate(sizes, reason=HOSTILE)), HOSTILE)
 
 
@@ -83,8 +83,8 @@ def written(result, folder, **options):
 def columns(text):
     """The cells of the table of meshes by their heads: those of the best first."""
     root = ET.fromstring(text)
-    table = next(each for each in root.iter() if each.get('class') == 'sortable')
-    heads = [''.join(each.itertext()) for each in table.iter('th')]
+    table = next(element for element in root.iter() if element.get('class') == 'sortable')
+    heads = [''.join(element.itertext()) for element in table.iter('th')]
     rows = [[''.join(cell.itertext()) for cell in row.iter('td')] for row in table.find('tbody')]
     return dict(zip(heads, zip(*rows, strict=True), strict=True))
 
@@ -120,10 +120,10 @@ def test_words_of_the_page(tmp_path):
 def test_the_table(tmp_path):
     result = search()
     cells = columns(written(result, tmp_path))
-    assert cells['mesh'] == tuple(each.name for each in result.candidates)
+    assert cells['mesh'] == tuple(row.name for row in result.candidates)
     assert cells['memory'][2:] == ('20.0 GiB', '>30.0 GiB', '>31.0 GiB', '')
     assert cells['at least'][3:] == ('', '', '')
-    assert cells['outcome'] == ('best', *(each.reason for each in result.candidates[1:]))
+    assert cells['outcome'] == ('best', *(row.reason for row in result.candidates[1:]))
 
 
 @pytest.mark.parametrize(
@@ -174,11 +174,13 @@ def ranks(root):
 
 def open_plans(root):
     folds = root.find_elements(By.CSS_SELECTOR, 'section > details')
-    return [place for place, fold in enumerate(folds, 1) if fold.get_attribute('open')]
+    return [position for position, fold in enumerate(folds, 1) if fold.get_attribute('open')]
 
 
 def sorted_by(root, head):
-    [button] = [each for each in root.find_elements(By.CSS_SELECTOR, 'th button') if each.text == head]
+    [button] = [
+        element for element in root.find_elements(By.CSS_SELECTOR, 'th button') if element.text == head
+    ]
     button.click()
     return ranks(root)
 

@@ -205,9 +205,9 @@ def test_what_jax_cannot_divide_rules_a_candidate_out():
     with pytest.raises(ValueError, match='divide') as caught:
         jax.jit(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, P('fsdp')))).lower(np.ones(9))
     assert reason_of_failure(caught.value, 'fsdp=8').startswith('ValueError: Sharding spec')
-    with pytest.raises(KeyError, match='other') as own:
+    with pytest.raises(KeyError, match='other') as raised:
         reason_of_failure(KeyError('other'), 'fsdp=8')
-    assert own.value.__notes__ == ['This was raised by the candidate fsdp=8.']
+    assert raised.value.__notes__ == ['This was raised by the candidate fsdp=8.']
 
 
 @pytest.mark.medium
@@ -322,13 +322,13 @@ def _with_memory(monkeypatch, **shares):
 
     def near(step, *, quick):
         asked.append((*step.mesh.devices.shape, quick))
-        made = plan(step, quick=True)
+        base_plan = plan(step, quick=True)
         share = shares['quick' if quick else 'full']
         memory = dataclasses.replace(
-            made.memory, arguments=round(share * made.memory.limit), outputs=0, temporaries=0
+            base_plan.memory, arguments=round(share * base_plan.memory.limit), outputs=0, temporaries=0
         )
         refusal = '' if quick or share < 1 else 'RESOURCE_EXHAUSTED'
-        return dataclasses.replace(made, quick=quick, refusal=refusal, memory=memory)
+        return dataclasses.replace(base_plan, quick=quick, refusal=refusal, memory=memory)
 
     monkeypatch.setattr(module, 'plan_lowered', near)
     return asked
@@ -361,12 +361,12 @@ def test_far_from_the_limit_a_quick_plan_decides(monkeypatch):
 
 @pytest.mark.slow
 @tpu_compiler.needed
-@pytest.mark.parametrize(('full', 'made'), [(None, 1), (1, 1), (2, 2)])
-def test_no_more_full_plans_are_made_than_are_asked_for(monkeypatch, full, made):
+@pytest.mark.parametrize(('full', 'num_full_plans'), [(None, 1), (1, 1), (2, 2)])
+def test_no_more_full_plans_are_made_than_are_asked_for(monkeypatch, full, num_full_plans):
     asked = _with_memory(monkeypatch, quick=1.05, full=0.9)
     result = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], full=full)
-    assert [quick for *_, quick in asked] == [True] * 3 + [False] * made
-    assert result.fits and result.num_full_plans == made
+    assert [quick for *_, quick in asked] == [True] * 3 + [False] * num_full_plans
+    assert result.fits and result.num_full_plans == num_full_plans
 
 
 @pytest.mark.medium
@@ -413,8 +413,9 @@ def test_what_reads_little_of_its_arguments_is_planned():
         return fun, (table, row)
 
     result = search(look_up, 'v5e:2x4', ['dp', 'tp'], constraints={'tp': [1, 8]})
-    assert result.num_quick_plans == 2 and not any(each.ruled_out for each in result.candidates)
-    assert [each.name for each in result.candidates] == ['dp=8, tp=1', 'dp=1, tp=8']  # nothing is gathered
+    assert result.num_quick_plans == 2 and not any(candidate.ruled_out for candidate in result.candidates)
+    names = [candidate.name for candidate in result.candidates]
+    assert names == ['dp=8, tp=1', 'dp=1, tp=8']  # nothing is gathered
 
 
 @tpu_compiler.needed
@@ -497,6 +498,6 @@ def test_devices_that_are_here():
         constraints={'tp': [1, 2]},
     )
     assert result.head == '2 meshes on 6 x cpu: 2 planned'
-    meshes = [(each.plan.mesh['fsdp'], each.plan.mesh['tp']) for each in result.candidates]
+    meshes = [(candidate.plan.mesh['fsdp'], candidate.plan.mesh['tp']) for candidate in result.candidates]
     assert sorted(meshes) == [(3, 2), (6, 1)]
     assert result.best.devices == 6

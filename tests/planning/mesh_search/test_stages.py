@@ -91,7 +91,7 @@ def test_it_shows_the_parts_and_is_saved(result):
     assert 'stage=2, data=1, fsdp=4; num_microbatches=4' in result.to_text(160)
     assert 'num_microbatches=4' in result._repr_html_()
     saved = json.loads(json.dumps(result.to_dict()))['candidates']
-    assert [each['pipeline'] for each in saved[:3:2]] == [dataclasses.asdict(PARTS[1]), None]
+    assert [record['pipeline'] for record in saved[:3:2]] == [dataclasses.asdict(PARTS[1]), None]
 
 
 @tpu_compiler.needed
@@ -140,8 +140,8 @@ def llama(tokens):
 def means(result):
     """The seconds that a search makes small: without a pipeline, and with one."""
     seconds = {
-        bool(each.pipeline): objective_seconds(each.plan.roofline().step_seconds)
-        for each in result.candidates
+        bool(candidate.pipeline): objective_seconds(candidate.plan.roofline().step_seconds)
+        for candidate in result.candidates
     }
     return seconds[False], seconds[True]
 
