@@ -21,7 +21,7 @@ F32 = 4
 
 
 def rows(plan):
-    """What is sent: (kind, axes) -> (count, bytes of all executions)."""
+    """Returns the collectives of a plan: (kind, axes) -> (count, bytes of all executions)."""
     totals = {}
     for row in plan.collectives:
         count, moved = totals.get((row.kind, row.axes), (0, 0))

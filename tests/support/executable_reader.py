@@ -407,7 +407,7 @@ class _Reader:
 
     @functools.cache  # noqa: B019 - a reader lives for one test
     def hbm(self, line: _Line) -> int:
-        """All that an instruction may read from the memory of the device and write to it."""
+        """Returns the most bytes that an instruction reads from the device memory and writes to it."""
         if line.opcode in STILL:
             return 0
         shapes = [self.module.shape(line, index) for index in range(len(line.operands))]
@@ -453,7 +453,7 @@ class _Reader:
 
 
 def _element(value: Any, path: tuple[int, ...]) -> Any:
-    """What ``%name#2`` stands for: an element of a tuple; the value itself without a number."""
+    """Returns the element of a tuple that ``%name#2`` names; without a number, the value itself."""
     for index in path:
         value = None if value is None else value[index]
     return value
@@ -686,7 +686,7 @@ def _instruction(text: str) -> _Line:
 
 
 def _split(text: str) -> tuple[str, dict[str, str]]:
-    """What is in the brackets that were opened before, and the attributes that follow."""
+    """Splits the text after an opening bracket into the text within the brackets and the attributes."""
     depth, start, parts = 1, 0, []
     for match in re.finditer(r'"(?:[^"\\]|\\.)*"|[(\[{]|[)\]}]|, ', text):
         mark = match[0]
@@ -712,7 +712,7 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _shape(text: str, start: int) -> tuple[Any, int]:
-    """The shape that begins there, and where it ends."""
+    """Parses the shape that begins at *start*; returns it and the index of its end."""
     if text[start] == '(':
         parts, end = [], start + 1
         while text[end] != ')':

@@ -93,12 +93,12 @@ def write(recording: Recorded) -> int:
 
 
 def here(value: Any) -> Any:
-    """With the folders of this machine."""
+    """Returns a value with the folders of this machine in place of their placeholders."""
     return _replaced(value, PLACES)
 
 
 def anywhere(value: Any) -> Any:
-    """Without folders of this machine."""
+    """Returns a value with placeholders in place of the folders of this machine."""
     return _replaced(value, {folder: placeholder for placeholder, folder in PLACES.items()})
 
 

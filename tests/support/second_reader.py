@@ -186,7 +186,7 @@ def instruction(line):
 
 
 def element(value, index):
-    """What ``%name#2`` stands for: an element of a tuple; the value itself without a number."""
+    """Returns the element of a tuple that ``%name#2`` names; without a number, the value itself."""
     return value if not index or value is None else value[int(index)]
 
 

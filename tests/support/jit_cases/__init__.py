@@ -53,7 +53,7 @@ class Case:
 
     @property
     def exists(self) -> bool:
-        """Whether this JAX has what the case is about."""
+        """Whether the installed version of JAX is one on which the case is run."""
         return self.since <= jax.__version_info__ <= self.until
 
 
