@@ -49,6 +49,13 @@ def no_mesh_left_behind() -> Iterator[None]:
     assert mesh.empty, f'the test left an ambient mesh behind: {mesh}'
 
 
+@pytest.fixture(autouse=True)
+def no_failed_effects_left_behind() -> Iterator[None]:
+    """Fails a test that leaves a failed callback behind, because later tests would get its error."""
+    yield
+    jax.effects_barrier()
+
+
 @pytest.fixture(scope='module')
 def browser(tmp_path_factory):
     """A browser that opens pages (`tests.support.browser.Browser`)."""

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from examples.launch.ports import held_port
 from scalax._jax.device_queue import drain, fence_program, pending_arrays
 from tests.support.contracts import contract
+from tests.support.threads import in_threads
 
 LONGEST_S = 100
 AT_EXIT = """
@@ -93,7 +94,8 @@ def test_drain_returns_the_errors_of_failed_arrays() -> None:
     failing = jax.jit(lambda rows: jax.pure_callback(fail, jax.typeof(rows), rows))
     try:
         with contract('raises where an array is waited for that never comes', 'to go on at exit'):
-            result = failing(waiting.rows)
+            # JAX keeps the error of the callback for the effects_barrier of the thread that made the call.
+            [result] = in_threads(lambda _: failing(waiting.rows), count=1)
             threading.Timer(0.5, waiting.may_end.set).start()
             [(arrays, error)] = drain('cpu')
             assert len(arrays) == 1 and arrays[0] is result
