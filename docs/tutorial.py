@@ -67,7 +67,7 @@ print(auto)
 # | `('dp', 'mp')` | sharded over both, with `dp` as the outer one |
 #
 # A spec may be shorter than the array has dimensions; the rest is not sharded. A mesh axis may appear once,
-# and a dimension must divide by its axes. A spec knows neither devices nor shapes, so such mistakes show only
+# and a dimension must be divisible by its axes. A spec knows neither devices nor shapes, so mistakes show only
 # when it is applied to an array:
 
 # %%

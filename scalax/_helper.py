@@ -85,7 +85,7 @@ class MeshShardingHelper:
         devices: the devices of the mesh. By default, all devices.
         axis_types: a ``jax.sharding.AxisType`` for all axes, or a sequence with one for each axis. The
             default is Auto.
-        on_indivisible: the policy for PartitionSpecs if a dimension does not divide by its mesh axes:
+        on_indivisible: the policy for PartitionSpecs if a dimension is not divisible by its mesh axes:
             ``'error'``, ``'replicate'`` or ``'warn'``. A `ShardingRule` has its own policy.
         partition_batch: whether `sjit` finds the batch among a function's arguments and partitions the
             function along it (docs/partitioning.md). If False, only functions with
@@ -245,7 +245,7 @@ class MeshShardingHelper:
 
     @property
     def on_indivisible(self) -> OnIndivisible:
-        """The policy for PartitionSpecs if a dimension does not divide by its mesh axes."""
+        """The policy for PartitionSpecs if a dimension is not divisible by its mesh axes."""
         return self._on_indivisible
 
     @property
@@ -545,8 +545,8 @@ class MeshShardingHelper:
             fun: the function of one device's local shards. It may use collectives, such as ``jax.lax.psum``.
                 Without it, the result is a decorator.
             in_specs: how the arguments are sharded: rules in any form that ``in_shardings`` of `sjit`
-                accepts. None keeps the sharding of an argument, on Explicit axes only. A dimension that does
-                not divide by its mesh axes is an error under every policy. Some rules, such as FSDP,
+                accepts. None keeps the sharding of an argument, on Explicit axes only. A dimension that is
+                not divisible by its mesh axes is an error under every policy. Some rules, such as FSDP,
                 replicate small arrays, which *fun* has to support.
             out_specs: how the outputs are sharded: a spec, or a pytree prefix of specs or of rules that look
                 at paths only (because the global shape of an output depends on its spec).
@@ -819,7 +819,7 @@ class MeshShardingHelper:
             The tree with global jax.Arrays.
 
         Raises:
-            DataError: the global batch does not divide by the mesh axes, or the processes disagree. The error
+            DataError: the global batch isn't divisible by the mesh axes, or the processes disagree. The error
                 lists all such leaves, on every process.
             MeshError: the mesh has no such axis.
 
@@ -899,7 +899,7 @@ class MeshShardingHelper:
             index a NumPy array: ``batch[helper.process_examples(len(batch))]``.
 
         Raises:
-            DataError: the batch does not divide by the mesh axes.
+            DataError: the batch is not divisible by the mesh axes.
             MeshError: the mesh has no such axis.
 
         Example:

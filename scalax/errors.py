@@ -18,7 +18,7 @@ same kind of mistake:
     └── MissingDependencyError (ImportError) an optional package is needed; holds the install command
 
     ScalaxWarning             (UserWarning)
-    ├── IndivisibleWarning                   a dimension does not divide, and the policy allows it
+    ├── IndivisibleWarning                   a dimension is not divisible, and the policy allows it
     ├── CheckpointWarning                    a damaged checkpoint was skipped
     ├── UnusedAnnotationWarning              the function never used a bound annotation name
     ├── LostUpdateWarning                    a compiled function changes a module that it does not return
@@ -98,7 +98,7 @@ class ScalaxWarning(UserWarning):
 
 
 class IndivisibleWarning(ScalaxWarning):
-    """A dimension does not divide by its mesh axes, and the active policy allows it."""
+    """A dimension is not divisible by its mesh axes, and the active policy allows it."""
 
 
 class CheckpointWarning(ScalaxWarning):

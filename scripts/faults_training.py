@@ -30,7 +30,7 @@ from scalax.checkpoint import Checkpointer
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PartitionSpec
 
 SAVE_EVERY = 3
-ROWS, WIDTH, EXAMPLES = 24, 48, 120  # five batches an epoch; all divides by 8, 6, 4 and 2 devices
+ROWS, WIDTH, EXAMPLES = 24, 48, 120  # five batches an epoch; all are divisible by 8, 6, 4 and 2 devices
 JOIN_S = 60
 MARKS = ('mark', 'marks')  # the arrays with the number of the job
 

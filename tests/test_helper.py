@@ -287,7 +287,7 @@ def test_report_values():
     assert (kernel.shape, kernel.dtype, kernel.spec) == ((8, 16), 'float32', P('fsdp', 'tp'))
     assert (kernel.rule, kernel.reason) == ("regex 'kernel'", '')
     assert (kernel.bytes, kernel.bytes_per_device, kernel.is_replicated) == (512, 64, False)
-    assert rows['odd'].reason == "asked for P('fsdp',), which does not divide"
+    assert rows['odd'].reason == "asked for P('fsdp',), but a dimension is not divisible"
     assert rows['odd'].dtype == 'float32'  # what a float64 of numpy becomes on a device
     assert (report.bytes, report.bytes_per_device) == (512 + 64 + 96 + 4, 64 + 32 + 96 + 4)
     assert (report.replicated.paths, report.replicated.bytes) == (('odd', 'step'), 100)

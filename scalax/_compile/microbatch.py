@@ -76,7 +76,7 @@ def microbatch(
     Raises:
         ArgumentError: *fun* has no such argument; an argument is both the batch and a key; the dtype to
             accumulate in is not a floating-point dtype; the result has integer leaves, which have no mean.
-        DataError: the number of examples does not divide by *n*, or the batch holds no array. The error lists
+        DataError: the number of examples isn't divisible by *n*, or the batch holds no array. The error lists
             all such leaves.
 
     Example:
@@ -210,7 +210,7 @@ def _fault(leaf: Any, shape: tuple[int, ...], axis: int, n: int) -> str:
     if not -len(shape) <= axis < len(shape):
         return f'no axis {axis}'
     if shape[axis] % n:
-        return 'does not divide'
+        return f'size {shape[axis]} is not divisible by {n}'
     # Over Explicit axes the type contains the sharding, and JAX would refuse to move examples.
     sharding = jax.typeof(leaf).sharding
     sharded_over = partition_specs.entry_axes(partition_specs.entries(sharding.spec)[axis])

@@ -188,7 +188,7 @@ def _output_shardings(
 
     Rules see the ranks of the outputs only, because the sizes of the global arrays depend on the shardings.
     """
-    even_size = 2 * axes.mesh.size  # divides by all mesh axes, and is more than one element
+    even_size = 2 * axes.mesh.size  # divisible by all mesh axes, and is more than one element
     where = _OUTPUTS.format(name)
     resolution = resolve(
         out_specs,

@@ -55,7 +55,7 @@ def is_unpartitioned(error: Exception) -> bool:
 
 
 def is_indivisible(error: Exception) -> bool:
-    """Returns whether JAX has no type or local shard for a value, because a dimension does not divide.
+    """Returns whether JAX has no type or local shard for a value, because a dimension is not divisible.
 
     Relies on "evenly divide" or "divisible".
     """

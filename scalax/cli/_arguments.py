@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     _option(search, 'axes', 'NAME,NAME,...', 'the mesh axes: fsdp,tp', required=True)
     _add_search(search)
     _add_page(search)
-    dcn = 'the mesh axes across slices: slices are distributed over them in order, as far as they divide'
+    dcn = 'the mesh axes across slices: slices are distributed over them in order, as far as sizes allow'
     _option(search, 'dcn', 'NAME,...', dcn, _names, dest='dcn_axis')
     pipeline = (
         'the stage axis of a pipeline, and numbers of microbatches: stage=8,16,32; make_step then also takes '

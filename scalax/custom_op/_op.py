@@ -2,8 +2,8 @@
 
 The rule determines Shardy's rule, the sharding of factors, and the specs of operands and results. `_run`
 lists the three ways to run an operation, by the types of the mesh axes. Inside a partly manual `shard_map`,
-the compiler partitions the function on global arrays. If a spec repeats an axis or does not divide, or if
-operands disagree, `_layout` decides, in the same way in all three cases.
+the compiler partitions the function on global arrays. If a spec repeats an axis, a dimension is indivisible,
+or operands disagree, `_layout` decides, in the same way in all three cases.
 
 **Transformations.** `custom_partitioning` can be neither mapped nor differentiated. A call is therefore
 `custom_vjp` over `custom_vmap` over one of the three, all inside one `jax.jit`, because an eager call would

@@ -64,5 +64,5 @@ def _reason(decision: Decision, spec: PartitionSpec | None) -> str:
     reasons = [decision.reason]
     requested = decision.spec
     if requested is not None and requested != spec and partition_specs.canonical(requested) != spec:
-        reasons.append(f'asked for {partition_specs.text(requested)}, which does not divide')
+        reasons.append(f'asked for {partition_specs.text(requested)}, but a dimension is not divisible')
     return '; '.join(reason for reason in (*reasons, *decision.notes) if reason)

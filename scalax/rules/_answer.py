@@ -26,8 +26,8 @@ class Decision:
         spec: the spec; None leaves the leaf to the compiler.
         origin: the rule, as messages and reports show it.
         reason: the reason, in a few words.
-        policies: the policies, for dimensions that do not divide, of the rules that sharded a dimension; None
-            stands for the helper's policy. The strictest one applies.
+        policies: the policies, for dimensions that are not divisible, of the rules that sharded a dimension;
+            None stands for the helper's policy. The strictest one applies.
         memory_kind: the requested memory, such as ``'pinned_host'``; None for the default memory.
         clauses: the rules that took part, each with the index of its clause, from the outermost inwards;
             reports find unused clauses by them.

@@ -148,7 +148,7 @@ def _merge_decisions(
     )
     if filled_spec == partition_specs.canonical(first.spec):
         return merged
-    # A policy concerns the dimensions that its rule sharded, so it applies if one of those does not divide.
+    # A policy concerns the dimensions that its rule sharded, so it applies if one of those is not divisible.
     policies = [
         policy
         for decision in (first, second)
@@ -185,7 +185,7 @@ def _is_sharded(spec: PartitionSpec) -> bool:
 
 
 def _divides(shape: tuple[int, ...], spec: PartitionSpec | None, axis_sizes: AxisSizes) -> bool:
-    """Whether every dimension divides by its mesh axes; axes of unknown size count as 1."""
+    """Whether every dimension is divisible by its mesh axes; axes of unknown size count as 1."""
     return not any(
         n % math.prod(axis_sizes.get(axis, 1) for axis in partition_specs.entry_axes(entry))
         for n, entry in zip(shape, partition_specs.entries(spec or FREE), strict=False)

@@ -20,7 +20,7 @@ from scalax.rules._rule import BuiltinRule
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FSDPShardingRule(BuiltinRule):
-    """Shards the largest dimension that divides by the FSDP axis; small arrays are replicated.
+    """Shards the largest dimension that is divisible by the FSDP axis; small arrays are replicated.
 
     The axis size comes from the mesh when the rule is resolved through a helper. Without a mesh it is
     `fsdp_axis_size`. With neither, the dimension with the largest power-of-two divisor is sharded, which
@@ -74,7 +74,7 @@ class FSDPShardingRule(BuiltinRule):
         return list(map(functools.cache(answer), tree.shapes, tree.occupied))
 
     def _answer(self, shape: tuple[int, ...], occupied: PartitionSpec, size: int | None) -> Answer:
-        """Returns the answer about arrays of a shape; no answer if they are too small or do not divide."""
+        """Returns the answer about arrays of a shape; no answer if they are too small or not divisible."""
         elements, occupied_entries = math.prod(shape), entries(occupied) if occupied else ()
         if elements < self.min_fsdp_size:
             return self._no_answer(f'{plural(elements, "element")} < min_fsdp_size {self.min_fsdp_size}')
@@ -83,12 +83,12 @@ class FSDPShardingRule(BuiltinRule):
         dim = _largest_divisible(shape, occupied_entries, size)
         if dim is not None:
             spec = PartitionSpec(*[self.fsdp_axis_name if i == dim else None for i in range(len(shape))])
-            reason = f'divides by {size}' if size else 'has the largest power-of-two divisor'
+            reason = f'is divisible by {size}' if size else 'has the largest power-of-two divisor'
             return Decision(spec, repr(self), f'dimension {dim} of size {shape[dim]} {reason}')
         if occupied_entries and None not in occupied_entries[: len(shape)]:
             return self._no_answer('FSDP: no dimension is free')
         free = ' free' if any(occupied_entries) else ''
-        return self._no_answer(f'no{free} dimension divides by {size or "a power of two"}')
+        return self._no_answer(f'no{free} dimension is divisible by {size or "a power of two"}')
 
     def _no_answer(self, reason: str) -> NoAnswer:
         return NoAnswer(Decision(REPLICATED, repr(self), reason, clauses=((self, 0),)))
@@ -114,7 +114,7 @@ def _is_number(value: object, kind: type) -> bool:
 
 
 def _largest_divisible(shape: tuple[int, ...], occupied: tuple[Any, ...], size: int | None) -> int | None:
-    """Returns the first of the largest free dimensions that divide by *size*; None: by a power of two."""
+    """Returns the first of the largest free dimensions divisible by *size*; None: by a power of two."""
     if size is None:
         scores = [n & -n for n in shape]  # the largest power of two that divides n; 0 for 0
         divisible = [dim for dim, power in enumerate(scores) if power > 1]

@@ -1,4 +1,4 @@
-"""`on_indivisible`: policies for a dimension that does not divide by its mesh axes.
+"""`on_indivisible`: policies for a dimension that is not divisible by its mesh axes.
 
 A rule has a policy, and the helper has one for bare specs. ``'error'`` raises an error that names the leaf;
 ``'replicate'`` drops mesh axes from the right until the dimension divides; ``'warn'`` does the same, with a
@@ -35,7 +35,7 @@ def apply_policy(
     origin: str,
     pads: bool,
 ) -> tuple[PartitionSpec, list[spec_validation.Fault], list[str]]:
-    """Applies the strictest policy to the dimensions of a spec that do not divide.
+    """Applies the strictest policy to the dimensions of a spec that are not divisible.
 
     Args:
         spec: the spec, valid otherwise.

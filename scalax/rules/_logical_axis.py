@@ -61,11 +61,11 @@ class LogicalAxisShardingRule(BuiltinRule):
     least one of them is in the mesh. If there is no such pair, the first pair with a free axis applies,
     without its other axes. (In flax, the pairs choose in their order instead of the dimensions.)
 
-    If `on_indivisible` drops axes by which a dimension does not divide, later dimensions can use them. The
+    If `on_indivisible` drops axes by which a dimension is not divisible, later dimensions can use them. The
     rule tries no other pair for a name whose axes were dropped.
 
-    A fused dimension is split into equal blocks: its total size has to divide, and the blocks align with
-    heads only if the number of heads divides.
+    A fused dimension is split into equal blocks: its total size has to be divisible, and the blocks align
+    with heads only if the number of heads is divisible.
 
     Arrays of one element are always replicated.
 
@@ -79,7 +79,7 @@ class LogicalAxisShardingRule(BuiltinRule):
             or fewer dimensions than they have, if it names every dimension, without ``...``.
         strict: whether a leaf without names, or a name that is not in the mapping, is an error. With False
             the rule has no answer for such a leaf, and such a dimension is not sharded.
-        on_indivisible: what to do if a dimension does not divide: ``'error'``, ``'replicate'``
+        on_indivisible: what to do if a dimension is not divisible: ``'error'``, ``'replicate'``
             (drop axes from the right until it divides) or ``'warn'`` (the same, with a warning).
 
     Raises:
@@ -322,7 +322,7 @@ class AxisAssignment:
                 reasons.extend([reason] if reason else [])
             divisible_axes = self._divisible_axes(axes, self.shape[dim])
             if divisible_axes != axes:
-                text = f'dimension {dim} of size {self.shape[dim]} does not divide by {"x".join(axes)}'
+                text = f'dimension {dim} of size {self.shape[dim]} is not divisible by {"x".join(axes)}'
                 dropped.append(f'{text}; {"x".join(divisible_axes) or "no axis"} is used')
             used.extend(divisible_axes)
             chosen.append(divisible_axes)
@@ -386,7 +386,7 @@ class AxisAssignment:
         return '' if misspelt is None else f'; the mesh has no {misspelt!r}{hint}'
 
     def _divisible_axes(self, axes: tuple[str, ...], size: int | None) -> tuple[str, ...]:
-        """Drops axes from the right until the dimension divides by the rest."""
+        """Drops axes from the right until the dimension is divisible by the rest."""
         # With the policy 'error', `resolve` checks divisibility with the rest of the spec.
         if size is not None and self.axis_sizes is not None and self.rule.on_indivisible != 'error':
             while size % math.prod(self.axis_sizes[axis] for axis in axes):

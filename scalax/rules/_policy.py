@@ -25,7 +25,7 @@ class PolicyShardingRule(BuiltinRule):
         policy: receives the leaf path and the leaf (anything with ``shape`` and ``dtype``); returns a
             PartitionSpec, a rule that decides about this leaf, or None to leave it to the compiler.
             It should look at shapes and dtypes only, because traced leaves have no values.
-        on_indivisible: what to do if a dimension does not divide: ``'error'``, ``'replicate'``
+        on_indivisible: what to do if a dimension is not divisible: ``'error'``, ``'replicate'``
             (drop axes from the right until it divides) or ``'warn'`` (the same, with a warning).
 
     Raises:

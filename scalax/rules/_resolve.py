@@ -33,8 +33,8 @@ class ResolveMode(enum.Enum):
     Attributes:
         CONCRETE: arrays to place. Every leaf needs a sharding.
         BOUNDARY: arguments and outputs of a compiled function. None leaves the choice to the compiler.
-        INTERMEDIATE: values inside a compiled function. Dimensions may be UNCONSTRAINED, and one that does
-            not divide is padded, so it only warns.
+        INTERMEDIATE: values inside a compiled function. Dimensions may be UNCONSTRAINED, and one that is
+            not divisible is padded, so it only warns.
         EAGER: values inside the same function, run without compiling it. Nothing is padded.
     """
 
@@ -174,7 +174,7 @@ class _Task:
     where: str
     on_indivisible: OnIndivisible
     problems: list[Problem] = dataclasses.field(default_factory=list)
-    warnings: list[str] = dataclasses.field(default_factory=list)  # of dimensions that do not divide
+    warnings: list[str] = dataclasses.field(default_factory=list)  # of dimensions that are not divisible
 
     def shardings(self, tree: NamedTree, answers: list[Decision | Problem]) -> list[NamedSharding | None]:
         """Validates the answer for each leaf, once for equal answers and shapes; returns the shardings."""
@@ -257,7 +257,7 @@ class _Task:
             raise ShardingError(self.problems, str(self.axes), self.where)
         of = f' of {self.where}' if self.where else ''
         warn(
-            f'dimensions{of} that do not divide (mesh: {self.axes}):\n{shown_leaves(self.warnings)}',
+            f'dimensions{of} that are not divisible (mesh: {self.axes}):\n{shown_leaves(self.warnings)}',
             IndivisibleWarning,
         )
 

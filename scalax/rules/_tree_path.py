@@ -34,7 +34,7 @@ class TreePathShardingRule(BuiltinRule):
         *rules: pairs of a regex and a value. The value is a PartitionSpec; another rule, which then
             decides about the leaves of that pair; or None, which leaves them to the compiler.
         strict: whether a larger array that no regex matches is an error; with False it is replicated.
-        on_indivisible: what to do if a dimension does not divide: ``'error'``, ``'replicate'``
+        on_indivisible: what to do if a dimension is not divisible: ``'error'``, ``'replicate'``
             (drop axes from the right until it divides) or ``'warn'`` (the same, with a warning).
 
     Raises:

@@ -123,8 +123,8 @@ def _fsdp_warning(rule: FSDPShardingRule, arrays: Sequence[_Array], mesh: Mappin
         reason = f'{largest.size:,} elements, and min_fsdp_size is {rule.min_fsdp_size:,}'
         remedy = f'pass min_fsdp_size={largest.size}, or less to shard more of them'
     else:
-        reason = f'no dimension that is free and divides by {devices}'
-        remedy = 'choose sizes that divide, or a mesh axis of another size'
+        reason = f'no free dimension that is divisible by {devices}'
+        remedy = 'choose sizes that are divisible, or a mesh axis of another size'
     count = len({(array.rule_path, array.size) for array in decided})  # outputs repeat arguments
     return (
         f'{rule!r} shards nothing: {plural(count, "array")} replicated over the '

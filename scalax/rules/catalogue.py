@@ -37,10 +37,10 @@ the same layout. A ``value`` after that, which flax's boxes and variables add, h
 dimension, pass their paths to `rule` (``stacked``), or call ``rule(...).stacked(1)`` if all of the tree is
 stacked. ``PartitionSpec()`` replicates arrays of any rank.
 
-**Dimensions that may not divide** are vocabularies that are not padded (GPT-2's 50257; Megatron pads them),
-and head dimensions with fewer heads than tp has devices. Pad them, or pass ``on_indivisible``. If heads share
-a dimension, a shard may end inside a head. Shards also do not align with the components of fused matrices
-(``c_attn``, ``qkv``, ``gate_up_proj``), so XLA moves data to split them.
+**Dimensions that may not be divisible** are vocabularies that are not padded (GPT-2's 50257; Megatron pads
+them), and head dimensions with fewer heads than tp has devices. Pad them, or pass ``on_indivisible``. If
+heads share a dimension, a shard may end inside a head. Shards also do not align with the components of
+fused matrices (``c_attn``, ``qkv``, ``gate_up_proj``), so XLA moves data to split them.
 
 **Activations.** If `scalax.sharding.MeshShardingHelper.sjit` partitions a function along its batch, FSDP and
 tensor parallelism need only a table. Other layouts need names, `with_sharding_annotation(x, name)`, and a
@@ -145,7 +145,7 @@ def rule(
             ``'layers/'``; by default none are.
         stage: the mesh axis that shards the stacked layers, as in a pipeline (`scalax.sharding.Pipeline`);
             None if each device has all layers.
-        on_indivisible: what to do if a dimension does not divide, as in `TreePathShardingRule`.
+        on_indivisible: what to do if a dimension is not divisible, as in `TreePathShardingRule`.
 
     Raises:
         RuleError: an argument is invalid, or a row is not a pair of a regex and a spec, or names another

@@ -107,7 +107,7 @@ def blocks_of(sharding: Sharding, shape: Sequence[int]) -> Blocks:
 
 
 def _blocks_of_spec(sharding: NamedSharding, shape: tuple[int, ...]) -> Blocks:
-    """Returns the blocks under a spec. Shapes need not divide, and meshes need no devices."""
+    """Returns the blocks under a spec. Shapes need not be divisible, and meshes need no devices."""
     mesh, spec = sharding.mesh, sharding.spec
     axes = MeshAxes.of(mesh)
     entries = list(map(partition_specs.entry_axes, partition_specs.entries(spec)))
@@ -136,7 +136,7 @@ def _blocks_of_spec(sharding: NamedSharding, shape: tuple[int, ...]) -> Blocks:
 
 
 def _ranges(size: int, count: int) -> tuple[tuple[int, int], ...]:
-    """Returns equal parts; if the size does not divide, the last parts are smaller or empty."""
+    """Returns equal parts; if the size is not divisible, the last parts are smaller or empty."""
     step = -(-size // count)
     return tuple((min(part * step, size), min((part + 1) * step, size)) for part in range(count))
 
@@ -171,7 +171,7 @@ def _notes(spec: Any, dimensions: Sequence[Dimension]) -> Iterable[str]:
         count = len(dimension.ranges)
         if dimension.size % count:
             yield (
-                f'dim {dim} of size {dimension.size} does not divide by {count}: '
+                f'dim {dim} of size {dimension.size} is not divisible by {count}: '
                 'the last blocks are smaller, and padded by the compiler'
             )
     if spec.unreduced:

@@ -284,7 +284,7 @@ def test_shapes_may_depend_on_the_mapping(helper):
 def test_errors_of_shard_name_the_array_and_its_names(helper, snapshot):
     with snapshot.raises(ShardingError):
         shard({'w': np.ones((4, 4), np.float32)}, 'batch', MAPPING, mesh=helper)
-    with pytest.raises(ShardingError, match='dimension 0 of size 3 does not divide by 4'):
+    with pytest.raises(ShardingError, match='dimension 0 of size 3 is not divisible by 4'):
         shard(np.ones((3, 4)), 'batch mlp', MAPPING, mesh=helper)
     message = r'  b/w: float32\[8, 8\]\n    a ShapeDtypeStruct has no value that could be placed'
     with pytest.raises(ShardingError, match=message):

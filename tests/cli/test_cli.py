@@ -91,7 +91,7 @@ def here(capsys, *arguments):
 @pytest.mark.medium
 def test_plan_on_simulated_devices(job):
     done = run('plan', f'{job}:make_step', '--mesh', 'fsdp=2,tp=3')
-    assert done.returncode == 2  # 64 does not divide by 3
+    assert done.returncode == 2  # 64 is not divisible by 3
     assert done.stderr.startswith('error: ') and 'Traceback' not in done.stderr
     done = run('plan', f'{job}:make_step', '--mesh', 'fsdp=4,tp=2')
     assert (done.returncode, done.stderr) == (0, '')
@@ -501,7 +501,7 @@ def test_a_search_that_plans_nothing_does_not_say_that_nothing_fits(job, capsys)
     done = here(capsys, 'search', f'{job}:make_odd', *on)
     message = ' '.join(done.stdout.split())
     assert (
-        '1 fsdp=4, tp=1 w: ' in message and 'dimension 0 of size 66 does not divide by 4 (fsdp=4)' in message
+        '1 fsdp=4, tp=1 w: ' in message and 'dimension 0 of size 66 is not divisible by 4 (fsdp=4)' in message
     )
     assert done.stdout.splitlines()[0] == '1 mesh on v5e:2x2'
     assert (done.returncode, done.stderr) == (

@@ -333,13 +333,13 @@ ERRORS = {
         ArgumentError,
         'microbatch: loss(params, batch) has no argument 2 (give its name)',
     ),
-    'rows that do not divide': (
+    'rows that are not divisible': (
         lambda: microbatch(loss, 4)({}, {'x': ROWS, 'y': ROWS, 'n': 3}),
         DataError,
         'the batch of loss cannot be split into 4 microbatches along axis 0:\n'
         '  batch/n: int32[]: no axis 0\n'
-        '  batch/x: float32[6, 2]: does not divide\n'
-        '  batch/y: float32[6, 2]: does not divide\n'
+        '  batch/x: float32[6, 2]: size 6 is not divisible by 4\n'
+        '  batch/y: float32[6, 2]: size 6 is not divisible by 4\n'
         'What to do: choose a number of microbatches that divides the number of examples (on each device, so '
         'that none have to move), or name the arguments that are the batch (batch=...).',
     ),

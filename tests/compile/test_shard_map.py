@@ -226,7 +226,7 @@ def test_local_shards_do_not_depend_on_the_policy(policy):
     mapped = helper.shard_map(lambda x: jax.lax.psum(x.sum(), 'a'), rule, P())
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        with pytest.raises(errors.ShardingError, match='dimension 0 of size 6 does not divide by 4'):
+        with pytest.raises(errors.ShardingError, match='dimension 0 of size 6 is not divisible by 4'):
             mapped(X[:6])
 
 
@@ -305,7 +305,7 @@ def cases():
             lambda: HELPERS['explicit'].shard_map(double, P('a'), None)(X),
             errors.ShardingError,
         ),
-        'a size that does not divide': (
+        'a size that is not divisible': (
             lambda: HELPER.shard_map(double, P('a'), P('a'))({'u': X[:6], 'v': X[:7]}),
             errors.ShardingError,
         ),

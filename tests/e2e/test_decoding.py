@@ -1,4 +1,4 @@
-"""Decoding with a KV cache whose heads do not divide by the mesh axis of the heads."""
+"""Decoding with a KV cache whose heads are not divisible by the mesh axis of the heads."""
 
 from collections.abc import Callable
 from typing import Any

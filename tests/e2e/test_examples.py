@@ -332,7 +332,7 @@ def test_bad_flags_end_the_program_with_a_friendly_error(
             'fsdp_tp',
             'fsdp=-1,tp=3',
             8,
-            '--mesh fsdp=-1,tp=3, --devices 8: mesh (fsdp=-1, tp=3): 8 devices do not divide by 3, '
+            '--mesh fsdp=-1,tp=3, --devices 8: mesh (fsdp=-1, tp=3): 8 devices are not divisible by 3, '
             'the product of the given dimensions',
         ),
         (
@@ -418,7 +418,7 @@ def test_a_table_of_meshes(mesh: str | None, devices: int, expected: str | None)
     ],
 )
 def test_a_table_without_the_mesh_is_refused(mesh: str, message: str) -> None:
-    options = dataclasses.replace(OPTIONS, mesh=mesh)  # a batch of 16 does not divide by 3
+    options = dataclasses.replace(OPTIONS, mesh=mesh)  # a batch of 16 is not divisible by 3
     with pytest.raises(app.UsageError) as error:
         mesh_choice.choose_mesh(options, STRATEGIES['fsdp_tp'], jax.devices()[:6])
     assert str(error.value) == message

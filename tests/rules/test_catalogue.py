@@ -392,7 +392,7 @@ def test_stacks_over_stages():
         'layers/norm/scale': P('stage'),
         'lm_head/kernel': COLUMN,
     }
-    with pytest.raises(ShardingError, match=r'dimension 0 of size 7 does not divide by 2 \(stage=2\)'):
+    with pytest.raises(ShardingError, match=r'dimension 0 of size 7 is not divisible by 2 \(stage=2\)'):
         helper.match_sharding_rule(staged, tree({'layers/up_proj/kernel': (7, 64, 256)}))
     with pytest.raises(ShardingError, match='rank 1 without its stack of layers'):
         helper.match_sharding_rule(staged, tree({'layers/up_proj/kernel': (64, 256)}))

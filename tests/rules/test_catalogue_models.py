@@ -169,7 +169,7 @@ def test_the_model_is_the_published_one(name, stacked):
 
 # Leaves above 1 MB that are not sharded over all of fsdp and tp: the axes that shard them, and the reason.
 # docs/rules.md has the same table.
-PATCHES = 'of (14, 14, 3, 1280) only the features divide, and fsdp has them'
+PATCHES = 'of (14, 14, 3, 1280) only the features are divisible, and fsdp has them'
 NORMS = 'a stack of vectors, of which a layer uses 32 KiB at most'
 ROUTER = 'every device routes its own tokens; a layer uses 64 KiB'
 EXCEPTIONS = [
@@ -268,7 +268,7 @@ def test_stacked_by_regex_is_stacked_by_method(name):
 @pytest.mark.medium
 @ALL_CASES
 def test_layers_are_never_sharded_by_accident(name):
-    # Without `stacked` every leaf of the stack is an error, even if its dimensions divide.
+    # Without `stacked` every leaf of the stack is an error, even if its dimensions are divisible.
     case = CASES[name]
     with pytest.raises(ShardingError) as caught:
         case.helper.match_sharding_rule(rule(case.table, on_indivisible='replicate'), built(name, True))

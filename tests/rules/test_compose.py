@@ -192,7 +192,7 @@ def test_fill(below, above, rank, expected):
     assert fill_free_dims(below, without_occupied(below, above, rank)) == expected
 
 
-# --- Dimensions that do not divide ------------------------------------------------------------------
+# --- Dimensions that are not divisible ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_the_stricter_of_two_policies_applies(first, second, helpers, bracketed)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         if 'error' in policies:
-            with pytest.raises(ShardingError, match='dimension 1 of size 7 does not divide'):
+            with pytest.raises(ShardingError, match='dimension 1 of size 7 is not divisible'):
                 helper.match_sharding_rule(rule, leaf_w(7, 7))
         else:
             assert helper.match_sharding_rule(rule, leaf_w(7, 7))['w'].spec == P()
@@ -256,7 +256,7 @@ def test_a_bare_spec_has_the_policy_of_the_helper(policy):
     lenient = by_path(P(None, 'tp'), on_indivisible='replicate')
     for rule in (P('fsdp') & lenient, STRICT_MISS | P('fsdp'), P('fsdp') & FSDP):
         if policy == 'error':
-            with pytest.raises(ShardingError, match='dimension 0 of size 6 does not divide'):
+            with pytest.raises(ShardingError, match='dimension 0 of size 6 is not divisible'):
                 helper.match_sharding_rule(rule, leaf_w(6, 5))
         else:
             assert helper.match_sharding_rule(rule, leaf_w(6, 5))['w'].spec == P()
@@ -288,7 +288,7 @@ AXES = 'abcd'
 
 @st.composite
 def specs(draw, shape, helper):
-    """Draws a valid spec: each mesh axis shards a dimension that still divides by it, or none."""
+    """Draws a valid spec: each mesh axis shards a dimension that is still divisible by it, or none."""
     entries = [()] * len(shape)
     for axis in draw(st.permutations(helper.axis_names)):
         dim = draw(st.integers(-1, len(shape) - 1))

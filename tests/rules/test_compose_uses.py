@@ -92,7 +92,7 @@ class FirstIfMatrix(ShardingRule):
     ('rule', 'expected'),
     [
         (P('fsdp', 'tp'), P(None, 'fsdp', 'tp')),
-        (FSDP, P(None, 'fsdp')),  # 80 is the largest dimension, and divides
+        (FSDP, P(None, 'fsdp')),  # 80 is the largest dimension, and divisible
         (P('tp') & FSDP, P(None, 'tp', 'fsdp')),
         (FirstIfMatrix(), P(None, 'tp')),
         (FirstIfMatrix() & FSDP, P(None, 'tp', 'fsdp')),
@@ -300,7 +300,7 @@ def test_a_conflict_names_both_rules(helper):
     assert message_of(helper, rule, {'w': leaf(6, 8)}) == (
         'One leaf cannot be sharded as asked (mesh: fsdp=4, tp=2):\n'
         '  w: float32[6, 8]\n'
-        '    dimension 0 of size 6 does not divide by 4 (fsdp=4)\n'
+        '    dimension 0 of size 6 is not divisible by 4 (fsdp=4)\n'
         f"    asked for: {p} from regex 'w' & regex '.*'\n"
         'What to do: change the shape (of a batch: pad it, or drop its last examples) or the spec, or set '
         "on_indivisible='replicate' (or 'warn') on the "
@@ -370,7 +370,7 @@ def test_a_composed_rule_is_pure_if_its_parts_are():
 def test_explain_names_the_rule_and_reason_of_each_leaf(helper):
     rows = {row.path: row for row in helper.explain(LAYERS, MEGATRON & FSDP).rows}
     assert rows['up'].rule == f"regex 'up' & {FSDP!r}"
-    assert rows['up'].reason == 'dimension 0 of size 16 divides by 4'
+    assert rows['up'].reason == 'dimension 0 of size 16 is divisible by 4'
     assert rows['norm'].why == "regex '.*': 16 elements < min_fsdp_size 64"
     # A trailing None makes no difference: the first rule alone decides a full spec.
     row = helper.explain({'w': leaf(16, 64)}, FSDP & P(None, 'fsdp')).rows[0]
@@ -396,9 +396,9 @@ def test_explain_gives_the_reason_why_the_second_rule_added_nothing(helper):
         'a': 'FSDP: fsdp in use',
         'b': '63 elements < min_fsdp_size 64',
         'c': '16 elements < min_fsdp_size 64',
-        'd': 'no dimension divides by 4',
-        'e': 'no free dimension divides by 4',
-        'f': 'dimension 1 of size 64 divides by 4',
+        'd': 'no dimension is divisible by 4',
+        'e': 'no free dimension is divisible by 4',
+        'f': 'dimension 1 of size 64 is divisible by 4',
         'g': 'FSDP: no dimension is free',
     }
     stacks = {'a': leaf(8, 64, 64)}
@@ -434,7 +434,7 @@ def test_a_table_whose_axes_are_always_in_use_is_unused(helper):
         assert report.shadowed_rules == ('^a',)
     bracketed = helper.explain(tree, P('tp') & (second & FSDP))
     assert bracketed.rows[0].reason == (
-        "dimension 1 of size 256 divides by 4; regex '^a' asked for tp on dimension 1: in use"
+        "dimension 1 of size 256 is divisible by 4; regex '^a' asked for tp on dimension 1: in use"
     )
     assert bracketed.shadowed_rules == ('^a', '^b')
 

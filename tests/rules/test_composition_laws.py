@@ -175,7 +175,7 @@ SECOND_ON_C = Paths((('', P(None, 'c')),), policy='replicate')
         (And(P(None, 'a'), Stack(Stack(Fsdp(('a', 'b'), 0), 1), 1)), (8, 8, 8), P(None, 'a')),
         # Axes that an outer rule prevents from being used are not in use,
         (And(P('b'), And(P('d', 'a', 'b'), Fsdp(('c', 'd'), 0))), (8, 8, 8), P('b', 'a', ('c', 'd'))),
-        # and need not divide.
+        # and need not be divisible.
         (
             And(FIRST_ON_A, And(Paths((('', P('b')),)), SECOND_ON_C)),
             (7, 7),

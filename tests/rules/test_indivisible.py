@@ -1,4 +1,4 @@
-"""The policies for dimensions that do not divide, applied to specs."""
+"""The policies for dimensions that are not divisible, applied to specs."""
 
 import pytest
 from jax.sharding import AxisType
@@ -23,7 +23,7 @@ def test_unknown_policies(policy):
     assert str(error.value) == f"on_indivisible is 'error', 'replicate' or 'warn', got {policy!r}"
 
 
-UNEVEN = 'dimension 0 of size 5 does not divide by 2 (a=2)'
+UNEVEN = 'dimension 0 of size 5 is not divisible by 2 (a=2)'
 
 
 @pytest.mark.parametrize(

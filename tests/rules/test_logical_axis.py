@@ -264,7 +264,7 @@ def test_warnings_name_the_leaves_of_the_tree():
     rule = LogicalAxisShardingRule({'a': 'x', 'b': 'y'}, [('w', 'a b')], on_indivisible='warn')
     state = {'mu': {'w': leaf(3, 8)}, 'nu': {'w': leaf(3, 8)}, 'row': {'w': leaf(8)}}
     of_state = OptimizerStateShardingRule(rule, {'w': leaf(3, 8)})
-    text = 'dimension 0 of size 3 does not divide by x; no axis is used'
+    text = 'dimension 0 of size 3 is not divisible by x; no axis is used'
     with pytest.warns(IndivisibleWarning) as caught:
         result = specs(of_state, state, {'x': 2, 'y': 2})
         assert result == {'mu': {'w': P(None, 'y')}, 'nu': {'w': P(None, 'y')}, 'row': {'w': P('y')}}
@@ -288,9 +288,9 @@ def test_no_other_pair_is_tried_for_a_dimension_that_does_not_divide():
     with pytest.warns(IndivisibleWarning) as caught:
         assert specs(rule, {'w': leaf(3, 8)}, {'x': 3, 'y': 2}) == {'w': P()}
     assert [str(warning.message) for warning in caught] == [
-        'dimensions that do not divide (mesh: x=3, y=2):\n'
-        "  w: float32[3, 8], regex 'w': 'a b': dimension 0 of size 3 does not divide by y; no axis is used\n"
-        "  w: float32[3, 8], regex 'w': 'a b': dimension 1 of size 8 does not divide by x; no axis is used"
+        'dimensions that are not divisible (mesh: x=3, y=2):\n'
+        "  w: float32[3, 8], regex 'w': 'a b': dimension 0 of size 3 is not divisible by y; no axis is used\n"
+        "  w: float32[3, 8], regex 'w': 'a b': dimension 1 of size 8 is not divisible by x; no axis is used"
     ]
 
 

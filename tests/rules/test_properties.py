@@ -91,7 +91,7 @@ def axes_of(entry):
 
 
 def part_by_hand(shape, spec, sizes):
-    """Returns the local shape, with axes dropped from the right until the dimensions divide."""
+    """Returns the local shape, with axes dropped from the right until the dimensions are divisible."""
     part = list(shape)
     for dim, entry in enumerate(spec):
         axes = axes_of(entry)

@@ -197,7 +197,7 @@ def test_every_decision_is_recorded():
         (
             P('data', None),
             f"regex '' -> {fsdp}, min_fsdp_size=0)",
-            'dimension 0 of size 8 divides by 4',
+            'dimension 0 of size 8 is divisible by 4',
         ),
         (None, '', ''),
     ]
@@ -245,7 +245,7 @@ def test_an_order_of_devices_in_a_named_sharding_is_not_dropped():
     assert HELPER.match_sharding_rule(kind, leaf(8)) == kind
 
 
-# --- Dimensions that do not divide ----------------------------------------------------------------
+# --- Dimensions that are not divisible -------------------------------------------------------------
 
 TREE = {'a': leaf(8, 2), 'b': leaf(6, 2), 'c': leaf(3, 3), 'd': leaf(4, 4)}
 ASKED = P(('tp', 'data'), None)
@@ -253,7 +253,7 @@ REDUCED = {'a': P(('tp', 'data')), 'b': P('tp'), 'c': P(), 'd': P('tp')}
 
 
 def with_policy(kind, policy):
-    """Returns a helper and a rule of a kind, with a policy for dimensions that do not divide."""
+    """Returns a helper and a rule of a kind, with a policy for dimensions that are not divisible."""
     if kind == 'path':
         return HELPER, TreePathShardingRule(('', ASKED), on_indivisible=policy)
     if kind == 'policy':
@@ -293,8 +293,8 @@ def test_values_inside_a_function_are_padded_with_a_warning():
         )
     assert resolution.shardings[0].spec == P('data')
     assert [str(warning.message) for warning in caught] == [
-        'dimensions of here that do not divide (mesh: data=4, tp=2):\n'
-        "  x: float32[6], P('data',) from the spec given: dimension 0 of size 6 does not divide by 4 "
+        'dimensions of here that are not divisible (mesh: data=4, tp=2):\n'
+        "  x: float32[6], P('data',) from the spec given: dimension 0 of size 6 is not divisible by 4 "
         '(data=4); XLA pads it, and computes some operations wrong there (jnp.nonzero)'
     ]
     # Explicit dimensions cannot be padded.

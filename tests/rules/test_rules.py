@@ -33,7 +33,7 @@ from tests.support.leaves import leaf
         ((16, 8), 4, P('fsdp', None)),
         ((16, 16), 4, P('fsdp', None)),  # of equals the first
         ((3, 16, 16), 4, P(None, 'fsdp', None)),
-        ((30, 8), 4, P(None, 'fsdp')),  # the largest does not divide
+        ((30, 8), 4, P(None, 'fsdp')),  # the largest is not divisible
         ((6, 9), 4, P()),
         ((7,), 7, P('fsdp')),
         ((7,), 1, P('fsdp')),

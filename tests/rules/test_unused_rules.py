@@ -95,9 +95,9 @@ def test_no_dimension_divides():
     [message] = in_shard(SMALL, {'w': np.zeros((99, 101), 'f'), 'b': np.zeros(4, 'f')})
     assert (
         '2 arrays replicated' in message
-        and 'The largest, w: float32[99, 101], has no dimension that is free' in message
+        and 'The largest, w: float32[99, 101], has no free dimension' in message
     )
-    assert 'What to do: choose sizes that divide, or a mesh axis of another size.' in message
+    assert 'What to do: choose sizes that are divisible, or a mesh axis of another size.' in message
 
 
 ONE = MeshShardingHelper([1], ['fsdp'], devices=jax.devices()[:1])

@@ -124,7 +124,7 @@ def test_rows_that_do_not_divide():
     step = helper.sjit(layer, in_shardings=(P(), ROWS), batch_argnums=1)
     assert [step.explain_propagation(W, X[:rows]).axes for rows in (16, 15)] == [('fsdp',), ()]
     np.testing.assert_allclose(step(W, X[:15]), layer(W, X[:15]), rtol=1e-6)
-    with pytest.raises(ShardingError, match='dimension 0 of size 15 does not divide by 4'):
+    with pytest.raises(ShardingError, match='dimension 0 of size 15 is not divisible by 4'):
         HELPER.sjit(layer, in_shardings=(P(), ROWS), batch_argnums=1)(W, X[:15])
 
 

@@ -126,7 +126,7 @@ def test_random_bits_are_those_of_one_device():
 
 
 def test_dimensions_that_only_divide_by_their_axes():
-    """Two examples and four blocks of time: neither dimension divides by all eight devices."""
+    """Two examples and four blocks of time: neither dimension is divisible by all eight devices."""
     step = run(lambda w, x: jnp.tanh(x.reshape(2, 4, 2, 8) * w), np.float32(2.0), array(2, 4, 16))
     assert step.out_specs == (P('data', 'seq'),)
     assert not step.collective_rows

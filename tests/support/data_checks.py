@@ -615,7 +615,7 @@ def check_examples_of_arrays_sharded_along_other_axes() -> None:
     odd = placed(P())[:3]
     with raises(
         'global arrays have no local share along axis 0:\n'
-        f'  (the leaf itself): int32[3, 8]: 3 examples do not divide by {count()} processes; '
+        f'  (the leaf itself): int32[3, 8]: 3 examples are not divisible by {count()} processes; '
         "local_batch='addressable' gives the examples that the devices of each process hold\n"
         'What to do: choose another batch_axis, or fetch entire arrays with helper.gather.'
     ):

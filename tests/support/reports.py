@@ -40,7 +40,7 @@ def synthetic_report(count):
         shape = (8 * (i + 1), 8 * (i * 7919 % 9973 + 1))
         size = 2 * shape[0] * shape[1]
         path = f'block_{i // 1000}/part_{i // 25 % 40:x}/leaf_{i:x}_kernel'
-        reason = f'dimension 0 of size {shape[0]} divides by 8'
+        reason = f'dimension 0 of size {shape[0]} is divisible by 8'
         rule = "FSDPShardingRule('fsdp')"
         rows.append(ReportRow(path, shape, 'bfloat16', P('fsdp'), rule, reason, size, size // 8))
     return ShardingReport(tuple(rows), {'fsdp': 8})

@@ -129,7 +129,7 @@ class Logical:
 
 @dataclasses.dataclass(frozen=True)
 class Custom:
-    """A user's subclass: the value for each rank; a spec that does not divide becomes P()."""
+    """A user's subclass: the value for each rank; a spec that is not divisible becomes P()."""
 
     table: tuple[Any, ...]
 
@@ -235,7 +235,7 @@ class CustomRule(ShardingRule):
 
 
 def custom_value(table: tuple[Any, ...], shape: tuple[int, ...], sizes: dict[str, int]) -> Any:
-    """Returns the value of a `Custom` rule for an array: P() in place of a spec that does not divide."""
+    """Returns the value of a `Custom` rule for an array: P() in place of a spec that is not divisible."""
     value = table[len(shape)]
     if not isinstance(value, P):
         return value

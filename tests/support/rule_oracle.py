@@ -37,7 +37,7 @@ class Spec:
         policies: for each dimension, the policy of the rule that sharded it.
         memory: the memory kind.
         meshes: for each NamedSharding that took part, whether it is on the active mesh.
-        warned: whether a rule itself warned about dimensions that do not divide.
+        warned: whether a rule itself warned about dimensions that are not divisible.
         stack: the dimensions of stacked layers, which later rules must not shard.
     """
 

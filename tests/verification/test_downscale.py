@@ -370,7 +370,7 @@ def test_stacked_layers_and_slices_of_a_batch(smallest):
     assert result.is_faithful
     assert params['position'].shape[0] == tokens.shape[1] - 1 < 32
     assert params['layers']['up'].shape[0] == params['layers']['down'].shape[0] < 48
-    assert params['embed'].shape[0] % 8  # 1000 does not divide by 64
+    assert params['embed'].shape[0] % 8  # 1000 is not divisible by 64
 
 
 def heads_in_code(w, x):

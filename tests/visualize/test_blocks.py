@@ -20,7 +20,7 @@ AXES = ('a', 'b', 'c', 'd')
 
 @st.composite
 def shardings(draw: st.DrawFn) -> tuple[NamedSharding, tuple[int, ...]]:
-    """Draws a sharding over some devices in any order, and a shape that divides."""
+    """Draws a sharding over some devices in any order, and a shape that is divisible."""
     count = len(jax.devices())
     sizes: list[int] = []
     for _ in range(draw(st.integers(1, 4))):

@@ -222,7 +222,7 @@ def _reject_unsharded(
         if not batch or any(sharding is not None and spec_axes(sharding.spec) for sharding in batch):
             continue
         if any(map(_axes_of_spec, _rules_by_slot(rules, call)[slot])):
-            continue  # a policy replicates the batch, whose size does not divide
+            continue  # a policy replicates the batch, whose size is not divisible
         axis = next((name for name, size in rules.mesh.shape.items() if size > 1), 'data')
         argument = call.layout.paths[slot] or 'the keywords'
         raise ArgumentError(

@@ -122,8 +122,8 @@ def _shard_over_stages(
 ) -> Iterator[StepArgument]:
     """Yields the arguments of a step with pipelines, with the batch sharded over the stages as well.
 
-    Outside of the pipelines each stage then has a share of the examples. If the number of microbatches does
-    not divide by the number of stages, all stages have all examples.
+    Outside of the pipelines each stage then has a share of the examples. If the number of microbatches is
+    not divisible by the number of stages, all stages have all examples.
     """
     for i, argument in enumerate(arguments):
         if not argument.is_batch or argument.spec is None:

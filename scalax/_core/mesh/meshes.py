@@ -105,7 +105,7 @@ def _infer_sizes(dims: tuple[int, ...], names: tuple[str, ...], count: int) -> t
     dims_text, product = axis_sizes_text(dict(zip(names, dims, strict=True))), abs(math.prod(dims))
     if -1 in sizes:
         raise MeshError(
-            f'mesh ({dims_text}): {count} devices do not divide by {product}, the product of the given '
+            f'mesh ({dims_text}): {count} devices are not divisible by {product}, the product of the given '
             'dimensions'
         )
     if math.prod(sizes) != count:

@@ -126,7 +126,7 @@ def divisibility_fault(dim: int, names: tuple[str, ...], shape: tuple[int, ...],
     sizes = ' x '.join(f'{name}={axes.sizes[name]}' for name in names)
     return Fault(
         'indivisible',
-        f'dimension {dim} of size {shape[dim]} does not divide by {axes.size(names)} ({sizes})',
+        f'dimension {dim} of size {shape[dim]} is not divisible by {axes.size(names)} ({sizes})',
         'change the shape (of a batch: pad it, or drop its last examples) or the spec, or set '
         "on_indivisible='replicate' (or 'warn') on the rule, or on the helper for bare specs, to leave such "
         'dimensions unsharded.',

@@ -93,8 +93,8 @@ def process_examples(mesh: Mesh, global_batch: int, layout: BatchLayout) -> slic
         raise DataError(f'global_batch is the number of examples of the global batch, got {global_batch!r}')
     if global_batch % layout.num_tiles:
         raise DataError(
-            f'the global batch of {global_batch} examples does not divide by {layout.num_tiles} shards, over '
-            f'mesh axes {layout.axes}: choose a batch that does, or fewer axes with mesh_axis_subset'
+            f'the global batch of {global_batch} examples is not divisible by {layout.num_tiles} shards, '
+            f'over mesh axes {layout.axes}: choose a batch that is, or fewer axes with mesh_axis_subset'
         )
     size = int(global_batch) // layout.num_tiles
     tiles = layout.local_tiles

@@ -270,14 +270,14 @@ def _fault(
         count = len(layout.local_tiles)
         if local_size % count:
             return (
-                f'{tree.describe(index)}: {local_size} examples do not divide by the {count} shards that '
+                f'{tree.describe(index)}: {local_size} examples are not divisible by the {count} shards that '
                 "this process's devices need"
             )
         return None
     global_size = _global_batch_size(local_size, layout, local_batch)
     if global_size % layout.num_tiles:
         return (
-            f'{tree.describe(index)}: the global batch of {global_size} examples does not divide by '
+            f'{tree.describe(index)}: the global batch of {global_size} examples is not divisible by '
             f'{layout.num_tiles} shards'
         )
     return None

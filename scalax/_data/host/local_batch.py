@@ -50,7 +50,7 @@ def _fault(tree: NamedTree, index: int, axis: int, local_batch: LocalBatchChoice
         size = leaf.shape[axis]
         if size % len(boxes_by_process):
             return (
-                f'{tree.describe(index)}: {size} examples do not divide by {len(boxes_by_process)} '
+                f'{tree.describe(index)}: {size} examples are not divisible by {len(boxes_by_process)} '
                 "processes; local_batch='addressable' gives the examples that the devices of each "
                 'process hold'
             )

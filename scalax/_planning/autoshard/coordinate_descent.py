@@ -104,7 +104,7 @@ class CoordinateDescent:
                 yield (first := self._layout(sizes, batch_spec, model_classes))
                 # With enough memory, all groups may be replicated along the fsdp axis.
                 yield self._replicate_over_fsdp(first, lambda group: True)
-                # If a dimension does not divide, such as a vocabulary, the fsdp axis shards a dimension that
+                # If a dimension is not divisible, such as a vocabulary, the fsdp axis shards a dimension that
                 # a matmul contracts, which may cost more than replication.
                 yield self._replicate_over_fsdp(
                     first, lambda group: group.dims_divisible_by(fsdp_size) != group.dims_divisible_by(1)
@@ -128,7 +128,7 @@ class CoordinateDescent:
                 yield dataclasses.replace(layout, pipeline=pipeline)
 
     def _divides_into(self, microbatches: int, layout: Layout) -> bool:
-        """Whether the batch divides into microbatches, and each microbatch over the devices of a stage."""
+        """Whether microbatches and the devices of a stage divide the batch into equal parts."""
         return self._batch_divides(self.batch_dim, microbatches * self._batch_shards_in_stage(layout))
 
     def _batch_shards_in_stage(self, layout: Layout) -> int:
@@ -261,7 +261,7 @@ class CoordinateDescent:
             yield canonical(PartitionSpec(*[None] * self.batch_dim, *entries))
 
     def _batch_divides(self, dim: int, num_shards: int) -> bool:
-        """Whether a dimension of at least one array of the batch divides; other arrays are replicated."""
+        """Whether a dimension of at least one batch array is divisible; other arrays are replicated."""
         shapes = self._problem.step.batch_shapes
         return any(shape[dim] % num_shards == 0 for shape in shapes if len(shape) > dim)
 

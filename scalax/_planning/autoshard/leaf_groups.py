@@ -37,7 +37,7 @@ class LeafGroup:
     bytes: int
 
     def dims_divisible_by(self, num_shards: int) -> list[int]:
-        """Returns the dimensions that divide into shards."""
+        """Returns the dimensions that are divisible into shards."""
         pairs = enumerate(zip(self.classes, self.shape, strict=True))
         return [dim for dim, (cls, size) in pairs if cls is not None and size % num_shards == 0]
 

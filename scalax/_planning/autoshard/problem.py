@@ -72,7 +72,7 @@ class Problem:
         return {leaf: self._shard_layers(specs[leaf], i, layout) for i, leaf in enumerate(self.leaves)}
 
     def group_spec(self, index: int, layout: Layout) -> PartitionSpec:
-        """Returns the spec of a group in a layout, whether or not its dimensions divide."""
+        """Returns the spec of a group in a layout, whether or not its dimensions are divisible."""
         spec = layout.placements[index].spec(self.axes)
         return self._shard_layers(spec, self.groups[index].leaves[0], layout)
 

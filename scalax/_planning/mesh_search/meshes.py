@@ -85,6 +85,6 @@ def slices_along(sizes: AxisSizes, count: int, axes: Sequence[str]) -> AxisSizes
     for axis in axes if count > 1 else ():
         slices[axis] = math.gcd(sizes[axis], count)
         count //= slices[axis]
-    if count > 1 and axes:  # does not divide: making the mesh raises an error that says so
+    if count > 1 and axes:  # not divisible: making the mesh raises an error that says so
         slices[axes[-1]] *= count
     return slices

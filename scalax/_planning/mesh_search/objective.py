@@ -79,8 +79,8 @@ def slowdown_text(seconds: float, best: float) -> str:
 def reason_of_failure(error: Exception, candidate: str) -> str:
     """Returns why a candidate has no plan, in one line.
 
-    Three errors count as an outcome: the compiler or JAX rejects the program; a dimension or the mesh does
-    not divide; the pipeline is rejected. Any other error is a bug in the step or in scalax, and is raised
+    Three errors count as an outcome: the compiler or JAX rejects the program; a dimension or the mesh is
+    not divisible; the pipeline is rejected. Any other error is a bug in the step or in scalax, and is raised
     again.
 
     Args:

@@ -60,7 +60,7 @@ def search(
     A mesh on which the arguments alone do not fit is ruled out without compiling. On each other mesh, the
     step is planned quickly (`MeshShardingHelper.plan`), which takes seconds. Meshes on which the step fits
     are ranked by the average of the fully overlapped and the serial step time, and by memory if that is
-    equal. Meshes on which it does not fit, or a dimension does not divide, come last. If the best mesh is so
+    equal. Meshes on which it does not fit, or a dimension is not divisible, come last. If the best mesh is so
     close to the memory limit that its quick plan cannot tell whether the step fits, the step is compiled in
     full.
 
@@ -77,7 +77,7 @@ def search(
             the sizes (mesh axis -> size) that returns whether to try them.
         num_slices: the number of slices; for GPUs, of NVLink domains, if *topology* does not include it.
         dcn_axis: the mesh axis across slices, required for several slices. If several axes are given, such as
-            ``['stage', 'data']``, the slices are distributed over them in this order, as far as sizes divide.
+            ``['stage', 'data']``, the slices are distributed over them in this order, as far as sizes allow.
         pipelines: the pipelines to try on meshes whose stage axis has several devices, such as
             ``[Pipeline('stage', num_microbatches=m) for m in (8, 16, 32)]``. On other meshes *make_step* is
             called with ``pipeline=None``.

@@ -83,7 +83,7 @@ def replica_groups(text: str, devices: int) -> Groups:
         if len(shape) == 2 and math.prod(shape) == math.prod(size) and sorted(order) == [*range(len(size))]:
             return _iota(size, match[3]).reshape(shape)
     if match := _MESH.match(text):
-        # KeyError: an axis that the mesh lacks. ValueError: sizes that do not divide.
+        # KeyError: an axis that the mesh lacks. ValueError: sizes that are not divisible.
         with contextlib.suppress(KeyError, ValueError):
             return _along_axes(match[1], match[2], match[3])
     raise PlanError(f'the groups of a collective are written in an unknown notation: {text}')

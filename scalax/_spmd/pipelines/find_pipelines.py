@@ -184,7 +184,7 @@ def _check_layers(
     microbatching: Microbatching,
     pipeline: Pipeline,
 ) -> None:
-    """Raises PipelineError about stacks with other shardings, or a number of layers that does not divide."""
+    """Raises PipelineError about stacks with other shardings, or a number of layers that is not divisible."""
     loop, line = loop_of(equation), line_of(equation)
     _, _, stacks = loop.split(equation.invars)
     first_dim_marks = [mark for stack in stacks for mark in (finder.of(stack) or ((),))[0]]
@@ -200,7 +200,7 @@ def _check_layers(
     length = loop.length or 0
     if length % groups:
         raise PipelineError(
-            f'the loop at {line} has {plural(length, "layer")}, which do not divide by '
+            f'the loop at {line} has {plural(length, "layer")}, which are not divisible by '
             f'{microbatching.num_stages} stages'
             f'{f" x {pipeline.num_repeats} repeats" if pipeline.num_repeats > 1 else ""}\n'
             f'What to do: choose a size of {pipeline.axis!r} and num_repeats whose product divides {length}.'
@@ -329,7 +329,7 @@ class _PipelinePreparation(rewriting.Rewriter):
             line: its source line.
 
         Raises:
-            PipelineError: the number of examples does not divide.
+            PipelineError: the number of examples is not divisible.
         """
         # In a loop over microbatches there are fewer examples. Merged with tokens, they have more elements.
         count = self._microbatching.num_examples
@@ -339,10 +339,10 @@ class _PipelinePreparation(rewriting.Rewriter):
         divisor = microbatching.num_microbatches * microbatching.num_devices
         if count % divisor or any(size % count for size in sizes):
             raise PipelineError(
-                f'{plural(count, "example")} of the batch at the loop over layers at {line} do not divide by '
-                f'{microbatching.num_microbatches} microbatches x {microbatching.num_devices} devices of a '
-                f'stage that share it\nWhat to do: choose a batch of a multiple of {divisor} examples, or '
-                'fewer microbatches.'
+                f'{plural(count, "example")} of the batch at the loop over layers at {line} are not '
+                f'divisible by {microbatching.num_microbatches} microbatches x {microbatching.num_devices} '
+                f'devices of a stage that share it\nWhat to do: choose a batch of a multiple of '
+                f'{divisor} examples, or fewer microbatches.'
             )
         return microbatching
 

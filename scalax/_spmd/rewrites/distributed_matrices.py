@@ -5,7 +5,7 @@ every device would gather the matrix for each product, and all devices would com
 Instead, each device gets some entire matrices: an all-to-all reshards a stack of matrices from shards of the
 matrices to shards of the stack, and another one reshards the results.
 
-A matrix function has one matrix argument, its root, and possibly scalars. If stacks do not divide by the
+A matrix function has one matrix argument, its root, and possibly scalars. If stacks are not divisible by the
 number of devices, the roots of equal functions are concatenated to one stack: of three weights with 30 layers
 each, each of 64 devices gets at most two matrices, instead of one of each weight.
 """

@@ -126,7 +126,7 @@ def test_indivisible_arguments_are_an_error_before_tracing():
         'state/w: float64[6, 2]',
         'x: float64[3]',
     ]
-    assert 'dimension 0 of size 6 does not divide by 4' in text
+    assert 'dimension 0 of size 6 is not divisible by 4' in text
 
 
 def test_indivisible_outputs_are_an_error_before_compiling():

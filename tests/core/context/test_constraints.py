@@ -269,11 +269,11 @@ def test_dimensions_that_do_not_divide_warn_on_auto_axes_and_fail_on_explicit_on
         )(x)
     np.testing.assert_array_equal(result, 2 * x)
     assert [str(warning.message) for warning in caught] == [
-        "dimensions of annotation 'h' that do not divide (mesh: a=4, b=2):\n"
-        "  (the leaf itself): float32[6], P('a',) from the spec given: dimension 0 of size 6 does not divide "
-        'by 4 (a=4); XLA pads it, and computes some operations wrong there (jnp.nonzero)'
+        "dimensions of annotation 'h' that are not divisible (mesh: a=4, b=2):\n"
+        "  (the leaf itself): float32[6], P('a',) from the spec given: dimension 0 of size 6 is not "
+        'divisible by 4 (a=4); XLA pads it, and computes some operations wrong there (jnp.nonzero)'
     ]
-    with pytest.raises(ShardingError, match='dimension 0 of size 6 does not divide by 4'):
+    with pytest.raises(ShardingError, match='dimension 0 of size 6 is not divisible by 4'):
         EXPLICIT.sjit(lambda y: with_sharding_constraint(y, P('a')))(x)
     replicating = TreePathShardingRule(('', P('a')), on_indivisible='replicate')
     assert_lies(EXPLICIT.sjit(lambda y: with_sharding_constraint(y, replicating))(x), EXPLICIT, P(), x)
@@ -283,7 +283,7 @@ def test_dimensions_that_do_not_divide_warn_on_auto_axes_and_fail_on_explicit_on
 def test_outside_of_jit_nothing_pads(helper):
     with (
         helper.get_context(),
-        pytest.raises(ShardingError, match='dimension 0 of size 6 does not divide by 4'),
+        pytest.raises(ShardingError, match='dimension 0 of size 6 is not divisible by 4'),
     ):
         with_sharding_constraint(np.zeros(6), P('a'))
 

@@ -249,12 +249,12 @@ FITS = ': give one of the dimensions as -1, or some of the devices as devices=..
         (
             (-1, 3),
             ('data', 'tp'),
-            'mesh (data=-1, tp=3): 8 devices do not divide by 3, the product of the given dimensions',
+            'mesh (data=-1, tp=3): 8 devices are not divisible by 3, the product of the given dimensions',
         ),
         (
             (2, -1, 16),
             ('a', 'b', 'c'),
-            'mesh (a=2, b=-1, c=16): 8 devices do not divide by 32, the product of the given dimensions',
+            'mesh (a=2, b=-1, c=16): 8 devices are not divisible by 32, the product of the given dimensions',
         ),
         ((), (), f'mesh () needs 1 device, there are 8{FITS}'),
         ((-1, -1), ('data', 'tp'), 'axis dimensions are positive, or -1 once, got (-1, -1)'),

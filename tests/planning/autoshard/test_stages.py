@@ -135,7 +135,7 @@ def test_over_a_fast_network_there_is_no_pipeline():
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ({'layers': 3}, 'dimension 0 of size 3 does not divide by 2 (data=2)'),
+        ({'layers': 3}, 'dimension 0 of size 3 is not divisible by 2 (data=2)'),
         ({'keep': [('scale', P())]}, 'takes stacks that are sharded over'),
     ],
 )

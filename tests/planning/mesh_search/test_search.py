@@ -195,7 +195,7 @@ def test_what_does_not_fit_or_divide_has_lost():
     by_mesh = {tuple(candidate.mesh.values()): candidate for candidate in partly.candidates}
     assert by_mesh[4, 1].plan is None
     assert by_mesh[4, 1].reason == (
-        'x: bfloat16[6, 1024]: dimension 0 of size 6 does not divide by 4 (fsdp=4)'
+        'x: bfloat16[6, 1024]: dimension 0 of size 6 is not divisible by 4 (fsdp=4)'
     )
     assert by_mesh[2, 2].plan and by_mesh[1, 4].plan
 

@@ -82,7 +82,7 @@ def test_over_a_slow_network_a_pipeline_wins(result):
     best, _, without, undivided = result.candidates
     assert (best.pipeline, without.pipeline) == (PARTS[1], None)
     assert 'dcn:data' in without.plan.roofline().parts and 'dcn:stage' in best.plan.roofline().parts
-    assert undivided.plan is None and 'do not divide by 5 microbatches x 4 devices' in undivided.reason
+    assert undivided.plan is None and 'are not divisible by 5 microbatches x 4 devices' in undivided.reason
 
 
 @pytest.mark.medium
@@ -116,7 +116,7 @@ def test_inside_a_slice_it_loses():
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ({'layers': 3}, 'dimension 0 of size 3 does not divide by 2 (stage=2)'),
+        ({'layers': 3}, 'dimension 0 of size 3 is not divisible by 2 (stage=2)'),
         ({'mixed': True}, 'cannot run on microbatches: sub uses a batch-wide sum'),
     ],
 )

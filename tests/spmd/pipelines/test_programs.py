@@ -80,7 +80,7 @@ def test_programs_compute_what_one_device_computes(name):
 
 
 def has_rounds(name):
-    """Whether layers and microbatches divide by stages and two rounds."""
+    """Whether layers and microbatches are divisible by stages and two rounds."""
     program, layers = PROGRAMS[name], 2 if name == 'groups_of_layers' else LAYERS
     return program.parts % program.mesh['stage'] == 0 and layers % (2 * program.mesh['stage']) == 0
 
