@@ -67,8 +67,8 @@ print(auto)
 # | `('dp', 'mp')` | sharded over both, with `dp` as the outer one |
 #
 # A spec may be shorter than the array has dimensions; the rest is not sharded. A mesh axis may appear once,
-# and a dimension must be divisible by its axes. A spec knows neither devices nor shapes, so mistakes show only
-# when it is applied to an array:
+# and a dimension must be divisible by its axes. A spec knows neither devices nor shapes, so mistakes show
+# only when it is applied to an array:
 
 # %%
 x = np.arange(32, dtype=np.float32).reshape(8, 4)
