@@ -297,6 +297,16 @@ def with_source_of(jaxpr: Any, equation: Any) -> Any:
     return Rewriter(lambda eqn: eqn.replace(source_info=equation.source_info)).jaxpr(jaxpr)
 
 
+def with_inner_lines(equation: Any) -> Any:
+    """Returns an equation with a jaxpr whose equations get its source line, and keep their scopes.
+
+    Relies on `replace` of *source_info*, and on `traceback` being its source line.
+    """
+    traceback = equation.source_info.traceback
+    rewriter = Rewriter(lambda eqn: eqn.replace(source_info=eqn.source_info.replace(traceback=traceback)))
+    return with_jaxprs(equation, *map(rewriter.jaxpr, _jaxprs_of(equation)))
+
+
 def without_prevent_cse(equation: Any) -> Any:
     """Returns a call that does not prevent CSE of its operands. Relies on what `prevents_cse` relies on."""
     flags = prevents_cse(equation)

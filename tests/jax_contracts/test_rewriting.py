@@ -216,6 +216,8 @@ def test_a_call_of_a_jaxpr_replaces_an_equation() -> None:
     with contract('takes the line of an equation from its source', 'to name the line of the user'):
         inner = rewriting.with_source_of(other, equation)
         assert {line_of(eqn) for eqn in open_jaxpr(inner).eqns} == {line_of(equation)}
+        call = rewriting.with_inner_lines(call)
+        assert {line_of(eqn) for eqn in open_jaxpr(call_jaxpr(call)).eqns} == {line_of(equation)}
 
 
 def test_constants_are_in_the_order_of_their_variables() -> None:

@@ -7,7 +7,12 @@ import optax
 import pytest
 from jax import lax
 
-from scalax.sharding import FSDPShardingRule, MeshShardingHelper
+from scalax.sharding import (
+    FSDPShardingRule,
+    MeshShardingHelper,
+    TreePathShardingRule,
+    with_sharding_constraint,
+)
 from tests.spmd import test_step as decoder
 from tests.support.partitioned import P, assert_equal, collectives, partitioned
 
@@ -183,3 +188,78 @@ def test_a_decoder(state):
     np.testing.assert_allclose(value, other_value, rtol=1e-6)
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(other), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+def columns(w, x):
+    """A feed-forward block whose hidden features are sharded over the axis that shards time elsewhere."""
+    x = with_sharding_constraint(jnp.tanh(x), P('data'))
+    hidden = with_sharding_constraint(jnp.tanh(x @ w['up']), P('data', None, 'seq'))
+    return with_sharding_constraint(hidden @ w['down'], P('data', 'seq'))
+
+
+def heads(w, x):
+    """Attention whose heads, which no weight has, are sharded over the axis that shards time elsewhere."""
+    x = (x @ w['up']).reshape(*x.shape[:2], 16, 4).swapaxes(2, 3)
+    x = with_sharding_constraint(x, P('data', None, 'seq'))
+    x = jax.nn.dot_product_attention(x, x, x, is_causal=True).swapaxes(2, 3).reshape(*x.shape[:2], 64)
+    return with_sharding_constraint(x, P('data', 'seq')) @ w['down']
+
+
+def gathered(w, x):
+    return with_sharding_constraint(jnp.tanh(x), P('data')) @ w['up'] @ w['down']
+
+
+def sharded_gradients(fun):
+    def step(w, x):
+        gradients = jax.grad(lambda w: jnp.sum(fun(w, x) ** 2))(w)
+        gradients = {
+            'up': with_sharding_constraint(gradients['up'], P(None, 'seq')),
+            'down': with_sharding_constraint(gradients['down'], P('seq')),
+        }
+        return fun(w, x) + 1e-3 * (gradients['up'].sum() + gradients['down'].sum())
+
+    return step
+
+
+MEGATRON = TreePathShardingRule(('up', P('data', 'seq')), ('down', P('seq', 'data')))
+
+
+@pytest.mark.parametrize(
+    'fun, rule, batch, axes',
+    [
+        (columns, MEGATRON, P('data', 'seq'), ['data']),
+        (sharded_gradients(columns), MEGATRON, P('data', 'seq'), ['data']),
+        (columns, TreePathShardingRule(('.*', P('data'))), P('data', 'seq'), ['data', 'seq']),
+        (heads, MEGATRON, P('data', 'seq'), ['data', 'seq']),
+        (gathered, MEGATRON, P('data', 'seq'), ['data', 'seq']),
+        (sharded_gradients(gathered), MEGATRON, P('data', 'seq'), ['data', 'seq']),
+        (columns, MEGATRON, P('data'), ['data']),
+    ],
+)
+def test_an_axis_that_a_constraint_moves_to_the_columns_of_a_weight_is_left_to_the_compiler(
+    fun, rule, batch, axes
+):
+    helper = MeshShardingHelper([2, 4], ['data', 'seq'])
+    w, x = {'up': array(WIDTH, 64), 'down': array(64, WIDTH)}, array(4, TOKENS, WIDTH)
+    step = helper.sjit(fun, in_shardings=(rule, batch), out_shardings=batch, batch_argnums=1)
+    report = step.explain_propagation(w, x)
+    assert [*report.axes] == axes
+    np.testing.assert_allclose(step(w, x), jax.jit(fun)(w, x), rtol=1e-5, atol=1e-6)
+    if axes == ['data']:
+        assert {row.of for row in report.redundant} <= {'replicated'}
+        assert not report.gathered_examples
+
+
+def test_a_batch_without_other_axes_is_left_to_the_compiler():
+    def fun(w, x):
+        hidden = with_sharding_constraint(jnp.tanh(x @ w['up']), P(None, None, 'tp'))
+        return with_sharding_constraint(hidden @ w['down'], P(None, 'tp'))
+
+    helper = MeshShardingHelper([8], ['tp'])
+    w, x = {'up': array(WIDTH, 64), 'down': array(64, WIDTH)}, array(4, TOKENS, WIDTH)
+    rule = TreePathShardingRule(('up', P(None, 'tp')), ('down', P('tp')))
+    step = helper.sjit(fun, in_shardings=(rule, P(None, 'tp')), out_shardings=P(None, 'tp'))
+    assert (
+        'move all mesh axes of its batch to the features of weights' in step.explain_propagation(w, x).reason
+    )
+    np.testing.assert_allclose(step(w, x), jax.jit(fun)(w, x), rtol=1e-5, atol=1e-6)

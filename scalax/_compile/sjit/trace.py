@@ -24,7 +24,12 @@ from scalax._compile.call.placement_errors import reject_foreign_types
 from scalax._compile.call.resolve_arguments import FunctionRules
 from scalax._compile.call.signature import CallLayout
 from scalax._compile.sjit import partitioned
-from scalax._compile.sjit.find_batch import find_batch, find_batch_made_inside
+from scalax._compile.sjit.find_batch import (
+    TENSOR_PARALLEL,
+    find_batch,
+    find_batch_made_inside,
+    without_tensor_parallel_axes,
+)
 from scalax._compile.sjit.program_table import Pipelines, TraceCacheEntry
 from scalax._core.context import active_helper
 from scalax._core.context.constraints import (
@@ -174,6 +179,10 @@ class TracedFunction:
         jaxpr = jax.make_jaxpr(named_function, static_argnums=call.layout.static)(*flat_args)
         if entry.batch is None:
             entry.batch = find_batch_made_inside(call, inner_shardings, jaxpr)
+        elif pipeline is None:
+            sizes = self._mesh.shape
+            entry.batch = without_tensor_parallel_axes(call, entry.batch, inner_shardings, jaxpr, sizes)
+            entry.partitioned = TENSOR_PARALLEL if entry.batch is None else None
         opaque_avals = [aval for aval in (*jaxpr.in_avals, *jaxpr.out_avals) if is_opaque(aval)]
         if entry.batch is not None and opaque_avals:
             entry.partitioned = partitioned.warn_types(self._rules.signature.name, opaque_avals)

@@ -10,6 +10,7 @@ used: ``step()/loss()/attention()``; also for the layers of equinox, whose scope
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -99,7 +100,8 @@ class Scopes:
 
     def _functions(self, frame: int) -> Sequence[str]:
         frames = user_call_path(self._module.stack(frame), lambda frame: frame.file, _TRACING)
-        return [function_name(call.function) for call in reversed(frames)]
+        # An operation in a shard_map that the partitioner inserts has the line of both, which is the same.
+        return [function_name(call.function) for call, _ in itertools.groupby(reversed(frames))]
 
 
 def scopes_in(op_name: str) -> list[str]:

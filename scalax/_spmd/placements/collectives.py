@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from scalax._core.pytree.partition_specs import spec_axes
 from scalax._jax.equations import shape_of
 from scalax._jax.manual_axes import ManualEquations, in_scope
-from scalax._jax.rewriting import with_results
+from scalax._jax.rewriting import with_inner_lines, with_results
 from scalax._spmd.placements.placement import RedistributeOp, ReduceOp
 
 What = Literal['weight', 'gradient', 'examples', 'sum']
@@ -147,7 +147,8 @@ class CollectiveWriter:
         if any(spec):
             # Without the nested shard_map, XLA's partitioner would first gather the value along these axes.
             nested = _along_auto_axes(function, spec)
-            return with_results(self._code.equation(nested, (*key, spec), like, [operand]), [result])
+            nested_equation = self._code.equation(nested, (*key, spec), like, [operand])
+            return with_results(with_inner_lines(nested_equation), [result])
         if is_ordered or is_wide:
             return with_results(self._code.equation(function, key, like, [operand]), [result])
         if op._replace(axes=()) in _COMMON_OPS:
