@@ -6,6 +6,7 @@ With --check it writes nothing, and fails where a fault is not found or the page
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import os
 import re
@@ -27,32 +28,53 @@ _PAGE = _ROOT / 'docs' / 'verification_coverage.md'
 _HEAD = """\
 # Faults that verify finds
 
-The faults that [`helper.verify`](verify.md) is tested with: steps that compute something else on a mesh
-than on one device, without an error. `make verify` runs all of them, and {sound} steps that are right
-although they look wrong. This list is of JAX {jax}; earlier versions have more faults of XLA.
+[`helper.verify`](verify.md) is tested with the {faults} steps below, which give wrong results on a mesh without an
+error. It finds all of them, and reports nothing for {sound} correct steps that look suspicious.
 
-- *Result*: the element with the largest error, its value on the mesh, and in brackets that on one device.
-- *First*: the first operation that differs, and its function; of a `shard_map`, the collectives in it.
-- *Gone without*: the change that removes the difference: no partitioning along the batch, no pipelining, or
-  no argument sharded along a mesh axis.
+If `verify` reports a step of yours, look for the same operation in the table: it shows whether XLA, your code or scalax
+is the likely cause. The list is from JAX {jax}; earlier versions have more faults of XLA. `make verify` runs all steps.
+
+- **Result**: the element with the largest error on the mesh, and in brackets its value on one device.
+- **First operation**: the first one that differs, and its function; for a `shard_map`, the collectives inside.
+- **Gone without**: the change that removes the difference: no partitioning along the batch, no pipelining, or no
+  argument sharded over a mesh axis.
 """
 _SECTIONS = {
     'partitioner': '## Faults of XLA\n',
-    'user': '## Faults of users\n',
-    'scalax': '## Faults seeded in scalax\n\nscalax does not have these. The tests put them there.\n',
+    'user': '## Mistakes in user code\n',
+    'scalax': (
+        '## Faults seeded in scalax\n\nscalax does not have these faults. The tests insert them, one at a time.\n'
+    ),
 }
 _COLUMNS = """
-| fault | result | first | gone without |
+| fault | result | first operation | gone without |
 |---|---|---|---|
 """
-# The names of the catalogue, in the words of the pages.
-_WORDS = {
-    'each row': 'each example',
-    'of rows': 'of examples',
-    'own rows': 'own examples',
-    'over rows': 'over examples',
-    'rows put together': 'examples put together',
-    'mended': 'corrected',
+# The names of the catalogue that are not clear without its code, in the words of the pages.
+_NAMES = {
+    'depthwise convolution laid out unlike its images': 'depthwise convolution with a sharded kernel',
+    'gradient of a lookup in a reduced table': 'gradient of a lookup in a table with reduced axes',
+    'gradient of the next token loss': 'gradient of a next-token loss',
+    'counts of all but the last': 'counts of all elements but the last',
+    'largest of each group but the first': 'maximum of each group but the first',
+    'gradient of own rows': 'gradient without a psum',
+    'mean over own rows summed up': 'sum of local means',
+    'mean of means of unequal counts': 'mean of local means',
+    'gradient of each row by what all devices have': 'gradient of each example with respect to a replicated value',
+    'norm counts what devices have in common': 'norm of sharded and replicated arrays',
+    'position by another axis': 'positions from the wrong axis',
+    'first device alone decays': 'weight decay on the first device only',
+    'causal mask of own tokens': 'causal mask of local tokens',
+    'softmax over own vocabulary': 'softmax over the local vocabulary',
+    'gathered in another order': 'all-gather in another order',
+    'batch statistics of own rows': 'batch statistics of local examples',
+    'dropout keyed by device': 'dropout keys by device',
+    'dropout alike on all devices': 'one dropout mask on all devices',
+    'custom gradient forgets an axis': 'custom gradient that forgets an axis',
+    'callback on own rows': 'callback on local examples',
+    'custom partitioning by a wrong rule': '`custom_partitioning` with a wrong rule',
+    'sharded op by a wrong rule': '`sharded_op` with a wrong rule',
+    'sharded op sums twice': '`sharded_op` that sums twice',
 }
 _CHANGES = {
     'without pipelining': 'pipelining',
@@ -73,11 +95,21 @@ def verified(fault: Fault) -> VerificationReport | str:
             return f'{type(error).__name__}: {error}'
 
 
+def _title(name: str, fault: Fault) -> str:
+    """Returns the name of a fault, and what goes wrong. Seeded faults are clear without their names."""
+    sentence = (
+        inspect.cleandoc(fault.make.__doc__ or '').split('\n\n')[0].replace('\n', ' ').removesuffix('.')
+    )
+    if fault.kind == 'scalax':
+        return sentence
+    words = name.replace('_', ' ')
+    words = _NAMES.get(words, words)
+    linked = f'[{words}]({fault.source})' if fault.source.startswith('http') else words
+    return f'{linked}: {sentence[0].lower()}{sentence[1:]}'
+
+
 def _row(name: str, fault: Fault, report: VerificationReport | str) -> str:
-    what = name.replace('_', ' ')
-    for word, better in _WORDS.items():
-        what = what.replace(word, better)
-    linked = f'[{what}]({fault.source})' if fault.source.startswith('http') else what
+    linked = _title(name, fault)
     if isinstance(report, str):
         return f'| {linked} | {_short(report)} | | |\n'
     result = re.sub(r'^(.*) is (.*), and (.*) on one device$', r'\1: \2 (\3)', str(report.differences[0]))
@@ -138,7 +170,8 @@ def main() -> int:
             print(f'{_PAGE.name} does not have {", ".join(sorted(unlisted))}: run this without --check')
             missed.extend(unlisted)
     elif not missed:
-        head = _HEAD.format(jax=jax.__version__, sound=len(SOUND))
+        faults = sum(map(len, rows.values()))
+        head = _HEAD.format(faults=faults, jax=jax.__version__, sound=len(SOUND))
         sections = [f'\n{_SECTIONS[kind]}{_COLUMNS}{"".join(some)}' for kind, some in rows.items()]
         _PAGE.write_text(head + ''.join(sections))
     return bool(missed)

@@ -168,7 +168,7 @@ def test_the_model_is_the_published_one(name, stacked):
 
 
 # Leaves above 1 MB that are not sharded over all of fsdp and tp: the axes that shard them, and the reason.
-# docs/rules.md has the same table.
+# docs/catalogue.md has the same table.
 PATCHES = 'of (14, 14, 3, 1280) only the features are divisible, and fsdp has them'
 NORMS = 'a stack of vectors, of which a layer uses 32 KiB at most'
 ROUTER = 'every device routes its own tokens; a layer uses 64 KiB'
@@ -207,7 +207,7 @@ def test_every_large_leaf_uses_all_of_fsdp_and_tp(name, stacked):
 
 
 def test_the_exceptions_are_of_models_that_are_tested_and_in_the_docs():
-    docs = (ROOT / 'docs' / 'rules.md').read_text(encoding='utf-8')
+    docs = (ROOT / 'docs' / 'catalogue.md').read_text(encoding='utf-8')
     for name, _, path, _, _ in EXCEPTIONS:
         assert name in CASES
         assert '`{}/{}`'.format(*path.split('/')[-2:]) in docs, path

@@ -52,7 +52,7 @@ def gradient_of_a_depthwise_convolution(helper: MeshShardingHelper) -> Step:
 
 @partitioner(('kernel', 'conv_general_dilated'))
 def gradient_of_a_grouped_convolution(helper: MeshShardingHelper) -> Step:
-    """The same of four groups of four channels."""
+    """With four groups of channels, it is too large by the same factor."""
     return conv_gradient(helper, 4)
 
 
@@ -145,7 +145,7 @@ def counts_but_the_last(groups: Any) -> Any:
 
 @partitioner(('scatter-add',))
 def counts_of_all_but_the_last(helper: MeshShardingHelper) -> Step:
-    """The same fault with integers: the counts include values in the padding."""
+    """The counts include values in the padding of an odd number of elements."""
     return jitted(helper, counts_but_the_last, P('fsdp')), (integers(8, 16),)
 
 
@@ -158,7 +158,7 @@ GROUPS = normal(16, 4) - 3, integers(4, 16)
 
 @partitioner(('scatter-max',))
 def largest_of_each_group_but_the_first(helper: MeshShardingHelper) -> Step:
-    """The same fault with maxima."""
+    """The maxima include values in the padding of an odd number of elements."""
     return jitted(helper, largest_but_the_first, P('tp'), P('tp')), GROUPS
 
 

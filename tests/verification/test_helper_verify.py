@@ -115,10 +115,12 @@ def test_step_that_refers_to_the_mesh_of_the_helper(helper):
         return jax.shard_map(lambda x: x * 2, mesh=helper.mesh, in_specs=P('fsdp'), out_specs=P('fsdp'))(x)
 
     rows = NamedSharding(helper.mesh, P('fsdp'))
-    with pytest.raises(Exception) as caught:
+    with pytest.raises(ValueError, match='should match the mesh passed to shard_map') as caught:
         helper.verify(jax.jit(local, in_shardings=rows), X)
-    assert 'helper.verify(make_step)' in '\n'.join(
-        [str(caught.value), *getattr(caught.value, '__notes__', ())]
+    assert caught.value.__notes__[-1] == (
+        'This is local on one device, where all mesh axes have size 1.\nWhat to do: if its code holds a mesh '
+        'of several devices, as jax.shard_map(..., mesh=mesh) does, call helper.verify(make_step), where '
+        'make_step(helper) returns the step for any helper, and the tuple of its arguments.'
     )
     assert helper.verify(
         lambda small_helper: (small_helper.sjit(shard_mapped(small_helper), in_shardings=P('fsdp')), (X,))
