@@ -28,22 +28,25 @@ _PAGE = _ROOT / 'docs' / 'verification_coverage.md'
 _HEAD = """\
 # Faults that verify finds
 
-[`helper.verify`](verify.md) is tested with the {faults} steps below, which give wrong results on a mesh without an
-error. It finds all of them, and reports nothing for {sound} correct steps that look suspicious.
+[`helper.verify`](verify.md) is tested with the {faults} steps below, which give wrong results on a mesh
+without an error. It finds all of them, and reports nothing for {sound} correct steps that look suspicious.
 
-If `verify` reports a step of yours, look for the same operation in the table: it shows whether XLA, your code or scalax
-is the likely cause. The list is from JAX {jax}; earlier versions have more faults of XLA. `make verify` runs all steps.
+If `verify` reports a step of yours, look for its first operation in the tables: they show whether XLA, your
+code or scalax is the likely cause. The list is from JAX {jax}; earlier versions have more faults of XLA.
+`make verify` runs all steps.
 
 - **Result**: the element with the largest error on the mesh, and in brackets its value on one device.
-- **First operation**: the first one that differs, and its function; for a `shard_map`, the collectives inside.
-- **Gone without**: the change that removes the difference: no partitioning along the batch, no pipelining, or no
-  argument sharded over a mesh axis.
+- **First operation**: the first one that differs, and its function; for a `shard_map`, the collectives
+  inside.
+- **Gone without**: the change that removes the difference: no partitioning along the batch, no pipelining,
+  or no argument sharded over a mesh axis.
 """
 _SECTIONS = {
     'partitioner': '## Faults of XLA\n',
     'user': '## Mistakes in user code\n',
     'scalax': (
-        '## Faults seeded in scalax\n\nscalax does not have these faults. The tests insert them, one at a time.\n'
+        '## Faults seeded in scalax\n\n'
+        'scalax does not have these faults. The tests insert them, one at a time.\n'
     ),
 }
 _COLUMNS = """
@@ -60,7 +63,7 @@ _NAMES = {
     'gradient of own rows': 'gradient without a psum',
     'mean over own rows summed up': 'sum of local means',
     'mean of means of unequal counts': 'mean of local means',
-    'gradient of each row by what all devices have': 'gradient of each example with respect to a replicated value',
+    'gradient of each row by what all devices have': 'gradient of each example by a replicated value',
     'norm counts what devices have in common': 'norm of sharded and replicated arrays',
     'position by another axis': 'positions from the wrong axis',
     'first device alone decays': 'weight decay on the first device only',

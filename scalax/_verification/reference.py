@@ -299,8 +299,8 @@ def _trace(
     except Exception as error:
         if single_device_step is None:
             error.add_note(
-                f'This is {step.name} on one device, where all mesh axes have size 1.\nWhat to do: if its code '
-                'holds a mesh of several devices, as jax.shard_map(..., mesh=mesh) does, call '
+                f'This is {step.name} on one device, where all mesh axes have size 1.\nWhat to do: if its '
+                'code holds a mesh of several devices, as jax.shard_map(..., mesh=mesh) does, call '
                 'helper.verify(make_step), where make_step(helper) returns the step for any helper, and the '
                 'tuple of its arguments.'
             )

@@ -68,7 +68,7 @@ def depthwise_convolution_laid_out_unlike_its_images(helper: MeshShardingHelper)
 
 @partitioner(('dynamic_update_slice',), source='https://github.com/openxla/xla/issues/49118', mesh=FSDP)
 def row_written_out_of_bounds(helper: MeshShardingHelper) -> Step:
-    """A write out of bounds: without a mesh it changes the last row, but on a mesh it changes nothing."""
+    """Without a mesh, the write changes the last row. On a mesh, it changes nothing."""
 
     def step(cache: Any, row: Any, number: Any) -> Any:
         return lax.dynamic_update_slice(cache, row, (number, 0))
@@ -191,7 +191,7 @@ def convolution_split_by_height_and_channels(helper: MeshShardingHelper) -> Step
 
 @partitioner(('images', 'select_and_scatter_add'))
 def gradient_of_a_max_pool_split_by_height(helper: MeshShardingHelper) -> Step:
-    """Overlapping windows over rows that are sharded over devices."""
+    """The windows overlap over rows that are sharded over devices."""
 
     def step(images: Any) -> Any:
         def loss(images: Any) -> Any:
