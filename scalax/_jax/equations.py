@@ -215,27 +215,28 @@ def is_jaxpr(value: Any) -> bool:
     return isinstance(value, ClosedJaxpr | Jaxpr)
 
 
-def param_values(equation: Any) -> Iterator[Any]:
-    """Yields the values of the parameters of an equation, also inside tuples, dicts and dataclasses."""
-    return _leaf_values(equation.params)
+def param_values(equation: Any) -> list[Any]:
+    """Returns the values of the parameters of an equation, also inside tuples, dicts and dataclasses."""
+    return _leaf_values(equation.params.values()) if equation.params else []
 
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
-def _leaf_values(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = tuple(getattr(value, field.name, None) for field in dataclasses.fields(value))
-    if isinstance(value, list | tuple):
-        for part in value:
-            if type(part) in _PLAIN:  # a fast path for most values
-                yield part
-            else:
-                yield from _leaf_values(part)
-    else:
-        yield value
+def _leaf_values(values: Iterable[Any]) -> list[Any]:
+    leaves = list[Any]()
+    for value in values:
+        value_type: Any = type(value)
+        kind = _kind(value_type)
+        if kind == 'sequence':
+            leaves += value if _PLAIN.issuperset(map(type, value)) else _leaf_values(value)
+        elif kind == 'dict':
+            leaves += _leaf_values(value.values())
+        elif kind == 'dataclass':
+            leaves += _leaf_values(getattr(value, field.name, None) for field in dataclasses.fields(value))
+        else:
+            leaves.append(value)
+    return leaves
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
@@ -254,8 +255,8 @@ def _jaxprs_of(values: Iterable[Any]) -> list[Any]:
         elif kind == 'sequence':
             if not _PLAIN.issuperset(map(type, value)):
                 jaxprs += _jaxprs_of(value)
-        elif kind:
-            jaxprs += map(open_jaxpr, filter(is_jaxpr, _leaf_values(value)))
+        elif kind in ('dict', 'dataclass'):
+            jaxprs += map(open_jaxpr, filter(is_jaxpr, _leaf_values([value])))
     return jaxprs
 
 
@@ -266,7 +267,9 @@ def _kind(kind: Any) -> str:
         return 'jaxpr'
     if issubclass(kind, list | tuple):
         return 'sequence'
-    return 'other' if issubclass(kind, dict) or dataclasses.is_dataclass(kind) else ''
+    if issubclass(kind, dict):
+        return 'dict'
+    return 'dataclass' if dataclasses.is_dataclass(kind) else ''
 
 
 def run_once_jaxpr(equation: Any) -> Any:
@@ -276,7 +279,7 @@ def run_once_jaxpr(equation: Any) -> Any:
     """
     params, part = equation.params, RUN_ONCE[equation.primitive.name]
     value = getattr(params.get('jaxprs'), part, None) or params.get(part, params) if part else params
-    return open_jaxpr(next(filter(is_jaxpr, _leaf_values(value))))
+    return open_jaxpr(next(filter(is_jaxpr, _leaf_values([value]))))
 
 
 def linear_solve_call(equation: Any) -> tuple[Any, Sequence[Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,11 +29,11 @@ def names_mesh(jaxpr: Any, mesh: Mesh | AbstractMesh) -> bool:
     Bare specs do. Constants of a transformation also have the ambient mesh, but name none of its axes. A
     function that uses a mesh of another shape has provided its devices itself.
     """
-    values = (
-        value for equation in equations.all_equations(jaxpr) for value in equations.param_values(equation)
+    return any(
+        _names_mesh(value, mesh)
+        for equation in equations.all_equations(jaxpr)
+        for value in equations.param_values(equation)
     )
-    with contextlib.closing(values):  # here, and not when the garbage collector finds it
-        return any(_names_mesh(value, mesh) for value in values)
 
 
 def _names_mesh(value: Any, mesh: Mesh | AbstractMesh) -> bool:
