@@ -1,4 +1,4 @@
-"""Remakes the pictures of docs/images: what docs/reports.md and docs/planning.md show, as a browser shows it.
+"""Remakes the pictures of docs/images: what docs/reports.md and the planning pages show, as a browser shows it.
 
 Usage, in the development environment: ``python scripts/docs_images.py``. It runs the Python blocks of the
 page on reports in a scratch folder, and takes pictures of the report that they write there, light and dark;
@@ -36,7 +36,7 @@ ON_GPUS = (
     *('--topology', 'h100:64x8', '--mesh', 'fsdp=-1,tp=8'),
 )
 FOUND = (
-    *(sys.executable, '-m', 'scalax', 'find', 'examples/mixer.py:make_step', '--topology', 'v5e:2x4'),
+    *(sys.executable, '-m', 'scalax', 'autoshard', 'examples/mixer.py:make_step', '--topology', 'v5e:2x4'),
     *('--batch', '1', '--donate', '0', '--memory', '8GiB'),
 )
 SEARCH = (

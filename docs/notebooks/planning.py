@@ -1,11 +1,12 @@
 # %% [markdown]
 # # Planning a training step
 #
-# How much memory does a step need, what does it send, and how long does it take at least? A plan compiles the
-# step and reads the compiler's program. Nothing runs: shapes are enough, and so is a laptop.
+# How much memory does a step need, what does it send, and how fast can it be? A plan compiles the step and
+# reads the compiled program. Nothing runs, so shapes are enough, and a laptop can plan for a pod.
 #
-# The first part works anywhere. The others compile for GPUs and TPUs, by compilers that need none of them (on
-# Linux, `pip install "jax[cuda12-local]"` and `"jax[tpu]"`); without these, they say so.
+# The first part needs only JAX. The other parts need XLA's compilers for GPUs and TPUs, but no GPU or TPU
+# (on Linux, `pip install "jax[cuda12-local]"` and `"jax[tpu]"`). If a compiler is missing, the cell says
+# so.
 
 # %%
 import importlib.util
@@ -23,8 +24,8 @@ jax.config.update('jax_num_cpu_devices', 8)  # before JAX looks for its devices
 # %% [markdown]
 # ## The step
 #
-# Eight layers of an MLP, as a `scan`, with what the backward pass needs computed again (`jax.checkpoint`).
-# `params` and `batch` are shapes: 0.5 GiB of weights that are never made.
+# Eight layers of an MLP, as a `scan`. `jax.checkpoint` recomputes activations in the backward pass.
+# `params` and `batch` are shapes: the 0.5 GiB of weights are never allocated.
 
 
 # %%
@@ -59,8 +60,8 @@ tensor_parallel = TreePathShardingRule(('up', P(None, None, 'tp')), ('down', P(N
 # %% [markdown]
 # ## On simulated devices
 #
-# Eight CPU devices, and FSDP. The collectives are those of the partitioner, whatever the hardware. CPUs have
-# no speed to plan with, so the roofline takes the numbers of a TPU v5e.
+# Plan FSDP on eight simulated CPU devices. The collectives are those of XLA's partitioner, which are the
+# same for all hardware. Simulated devices have no speed, so the roofline uses the specs of a TPU v5e.
 
 # %%
 helper = MeshShardingHelper([8], ['fsdp'])
@@ -72,10 +73,10 @@ roofline = plan.roofline('v5e', torus={'fsdp': 8})
 print(f'bound by {roofline.bottleneck}; at most {roofline.mfu:.0%} of the peak')
 
 # %% [markdown]
-# ## On GPUs that are not here
+# ## On GPUs you don't have
 #
-# `h100:8` is a host of eight H100. A search compiles the step on every mesh, and ranks them. (Takes a few
-# seconds. Needs the compiler for GPUs.)
+# `h100:8` is a host of eight H100. `search` compiles the step on every mesh and ranks the meshes. (Takes a
+# few seconds. Needs XLA's compiler for GPUs.)
 
 # %% tags=["gpu"]
 both = tensor_parallel & fsdp
@@ -91,10 +92,10 @@ def search_on_gpus():
 print(search_on_gpus())
 
 # %% [markdown]
-# ## On TPUs that are not here
+# ## On TPUs you don't have
 #
-# The compiler for TPUs lays the program out, and says how much memory it takes. (**Slow**: takes up to a
-# minute. Needs the TPU compiler.) `quick=False` makes the code too, for exact figures.
+# A quick plan stops after the TPU compiler has assigned memory. For exact figures use `quick=False`, which
+# also generates code. (**Slow**: takes up to a minute. Needs the TPU compiler.)
 
 
 # %% tags=["tpu", "slow"]
@@ -111,8 +112,8 @@ plan_on_tpus()
 # %% [markdown]
 # ## Next steps
 #
-# - `print(plan)` is the same as text, and `plan.diff(other)` compares two.
-# - From a terminal: `scalax plan`, `scalax search` and `scalax autoshard`
+# - `print(plan)` prints the same as text, and `plan.diff(other)` compares two plans.
+# - In a terminal, use `scalax plan`, `scalax search` and `scalax autoshard`
 #   ([command_line.md](../command_line.md)).
-# - [planning.md](../planning.md): how to read a plan;
-#   [estimates.md](../estimates.md): what is counted, how, and how far to trust it.
+# - [planning.md](../planning.md) explains how to read a plan, and
+#   [estimates.md](../estimates.md) how the numbers are made and how far to trust them.
