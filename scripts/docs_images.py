@@ -1,4 +1,4 @@
-"""Remakes the pictures of docs/images: what docs/reports.md and the planning pages show, as a browser shows it.
+"""Remakes the pictures of docs/images: what docs/reports.md and the planning pages show, in a browser.
 
 Usage, in the development environment: ``python scripts/docs_images.py``. It runs the Python blocks of the
 page on reports in a scratch folder, and takes pictures of the report that they write there, light and dark;
