@@ -60,9 +60,9 @@ def test_batch_arguments(options, expected):
         *(
             (
                 {'batch_argnums': 1, **shardings},
-                'batch_argnums or batch_argnames names x of layer as a batch, but neither in_shardings nor '
-                "args_sharding_constraint shards it: give it a spec such as PartitionSpec('data'), or leave "
-                'it out',
+                'layer: batch_argnums or batch_argnames includes x, but neither in_shardings nor '
+                "args_sharding_constraint shards it: pass a spec such as PartitionSpec('data') for it, or "
+                'leave it out of the batch',
             )
             for shardings in (
                 {'in_shardings': (RULE, P())},

@@ -256,7 +256,7 @@ def _reject_unsharded(
         axis = next((name for name, size in rules.mesh.shape.items() if size > 1), 'data')
         argument = call.layout.paths[slot] or 'the keywords'
         raise ArgumentError(
-            f'batch_argnums or batch_argnames names {argument} of {rules.signature.name} as a batch, but '
-            'neither in_shardings nor args_sharding_constraint shards it: give it a spec such as '
-            f'PartitionSpec({axis!r}), or leave it out'
+            f'{rules.signature.name}: batch_argnums or batch_argnames includes {argument}, but neither '
+            'in_shardings nor args_sharding_constraint shards it: pass a spec such as '
+            f'PartitionSpec({axis!r}) for it, or leave it out of the batch'
         )

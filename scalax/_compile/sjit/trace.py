@@ -44,7 +44,15 @@ from scalax._jax import rewriting
 from scalax._jax.tracing import is_compiled, is_opaque, memory_space, type_of
 from scalax._spmd.options import DEFAULT
 from scalax._spmd.pipelines.config import Pipeline
-from scalax.errors import MeshError, PipelineError, UnusedAnnotationWarning, did_you_mean, near_names, warn
+from scalax.errors import (
+    MeshError,
+    PipelineError,
+    UnusedAnnotationWarning,
+    did_you_mean,
+    near_names,
+    plural,
+    warn,
+)
 from scalax.interop._lost_updates import ModuleUpdates
 
 
@@ -106,9 +114,9 @@ class TracedFunction:
         ambient = jax.sharding.get_abstract_mesh()
         if not ambient.empty and ambient.size != self._mesh.size:
             raise MeshError(
-                f'{call.signature.name} is compiled for a mesh of {self._mesh.size} devices, but is called '
-                f'under a mesh of {ambient.size} (of an enclosing function, or of jax.set_mesh): call it '
-                'outside of that'
+                f'{call.signature.name} was compiled for a mesh of {plural(self._mesh.size, "device")}, but '
+                f'is called under a mesh of {plural(ambient.size, "device")} (an enclosing function, or '
+                'jax.set_mesh): call it outside of that'
             )
         if entry.key.any_explicit:
             reject_foreign_types(call, self._mesh)

@@ -78,9 +78,9 @@ def find_pipelines(
     jaxpr = rewriter.jaxpr(jaxpr)
     if not rewriter.loops:
         raise PipelineError(
-            'no loop over layers takes the batch, as far as is known: '
+            'no scan over layers consumes a batch-sharded value: '
             f'{", ".join(sorted({*map(line_of, finder.loops.values())}))}\n'
-            'What to do: see step.explain_propagation(...) of the function without a pipeline for where '
+            'What to do: print step.explain_propagation(...) of the function without a pipeline to see where '
             'examples are gathered.'
         )
     return jaxpr, rewriter.pipelines, rewriter.loops

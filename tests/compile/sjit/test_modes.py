@@ -380,8 +380,8 @@ def test_a_call_under_a_mesh_of_another_size(helper):
     compiled = helper.sjit(lambda x: x * 2, P('data'))
     other = jax.make_mesh((2,), ('a',), devices=jax.devices()[:2], axis_types=(AUTO,))
     message = re.escape(
-        '<lambda> is compiled for a mesh of 8 devices, but is called under a mesh of 2 (of an enclosing '
-        'function, or of jax.set_mesh): call it outside of that'
+        '<lambda> was compiled for a mesh of 8 devices, but is called under a mesh of 2 devices (an '
+        'enclosing function, or jax.set_mesh): call it outside of that'
     )
     with jax.set_mesh(other), pytest.raises(MeshError, match=f'^{message}'):
         compiled(helper.shard(X, P('data')))

@@ -217,6 +217,28 @@ def test_layers_without_a_loop_are_refused():
     )
 
 
+def test_layers_that_do_not_take_the_batch_are_refused():
+    helper = PROGRAMS['evaluation'].helper()
+
+    def product_of_layers(layers, x):
+        return x * jax.lax.scan(lambda y, w: (y * w, None), np.ones(4, np.float32), layers)[0]
+
+    step = helper.sjit(
+        product_of_layers,
+        in_shardings=(P('stage'), P('fsdp')),
+        batch_argnums=1,
+        pipeline=Pipeline('stage', 2),
+    )
+    with pytest.raises(
+        PipelineError, match=r'no scan over layers consumes a batch-sharded value: test_p'
+    ) as e:
+        step.trace(np.ones((4, 4), np.float32), np.ones((8, 4), np.float32))
+    assert str(e.value).endswith(
+        'What to do: print step.explain_propagation(...) of the function without a pipeline to see where '
+        'examples are gathered.'
+    )
+
+
 def test_layers_that_no_rule_shards_are_refused():
     step = (
         PROGRAMS['evaluation']
