@@ -427,3 +427,13 @@ def test_steps_without_shardings_are_refused(wrapped, hurried, snapshot):
 
     with snapshot.raises(ArgumentError):
         v5e().plan(wrapped(product), array(256, 256), quick=hurried)
+
+
+@pytest.mark.medium
+def test_flags_of_the_environment_are_shown(monkeypatch):
+    mine = '--xla_tpu_enable_async_all_to_all=true'  # read when the compiler starts, and too late here
+    monkeypatch.setenv('LIBTPU_INIT_ARGS', f'{mine} --xla_tpu_use_enhanced_launch_barrier=true')
+    helper = MeshShardingHelper.from_topology('v5e:2x2', [4], ['x'])
+    step = helper.sjit(lambda x: x * 2, in_shardings=P('x'), out_shardings=P('x'))
+    plan = helper.plan(step, jax.ShapeDtypeStruct((8, 128), 'float32'), quick=True)
+    assert plan.flags == (mine,) and f'compiled with {mine}' in str(plan)

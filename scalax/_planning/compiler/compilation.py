@@ -40,6 +40,7 @@ CUBLAS_OPTIONS = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': Fal
 measuring
 them on a GPU. Without a GPU it uses its own kernels, with untuned tiles, and compiles three times as long."""
 _OPTION = re.compile(r'(?m)^(xla_(?!cpu_|dump_|force_host_)\w+): "?(.*?)"?$')
+_FLAG_OF_JAX = '--xla_tpu_use_enhanced_launch_barrier='
 _MIB = 2**20
 _UNLIMITED = 2**40
 _TABLES = ('memory-usage-report', 'buffer-assignment', 'live-range')
@@ -154,7 +155,7 @@ def compile_lowered(
         dump.executable,
         refusal='' if quick else dump.refusal,
         layout=layout,
-        flags=_nondefault_flags(dump.options, user_names) if platform == 'gpu' else (),
+        flags=_nondefault_flags(dump.options, user_names) if platform == 'gpu' else _libtpu_flags(platform),
     )
 
 
@@ -165,6 +166,12 @@ def xla_flags() -> list[str]:
         with contextlib.suppress(OSError):  # XLA ignores an unreadable file
             text = Path(text).read_text(encoding='utf-8', errors='replace')
     return text.split()
+
+
+def _libtpu_flags(platform: str) -> tuple[str, ...]:
+    """Returns the flags in LIBTPU_INIT_ARGS, without the one that JAX adds; none for other platforms."""
+    flags = os.environ.get('LIBTPU_INIT_ARGS', '').split() if platform == 'tpu' else []
+    return tuple(flag for flag in flags if not flag.startswith(_FLAG_OF_JAX))
 
 
 def _nondefault_flags(options: str, user_names: Container[str]) -> tuple[str, ...]:

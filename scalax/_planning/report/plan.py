@@ -55,7 +55,7 @@ class Plan(PlanData, Renderable):
             reports; None for functions that ``sjit`` did not compile.
         flags: for GPUs, the compiler options that differ from the defaults: those in ``XLA_FLAGS``, those of
             the function (``compiler_options``), and, for GPUs that are not attached, the options that select
-            the matmuls of cuBLAS, if not set otherwise.
+            the matmuls of cuBLAS, if not set otherwise. For TPUs, the flags in ``LIBTPU_INIT_ARGS``.
         schedule: for GPUs with known specs, the time along the compiler's schedule.
         pipelines: the loops over layers that run as pipelines, as *pipeline* of ``sjit`` requests.
         hardware_override: the hardware that the caller passed in place of that of the devices.
