@@ -30,7 +30,7 @@ def builtins(jit, function):
     return jit(function)((X,))
 
 
-@case(meant={'traces': 'one-trace'})
+@case(meant={'traces': 'number of traces'})
 def partial_by_position(jit):
     def f(a, b, c=3.0):
         traced()
@@ -92,7 +92,7 @@ def bound_method(jit):
     return compiled(X), compiled(X, by=2.0), jit(Model(4.0).scaled)(X)
 
 
-@case(meant={'traces': 'one-trace'})
+@case(meant={'traces': 'number of traces'})
 def method_decorated(jit):
     class Decorated:
         factor = 2.0
@@ -107,7 +107,7 @@ def method_decorated(jit):
     return first.scaled(X), second.scaled(X), first.scaled(x=X), Decorated.scaled(first, X)
 
 
-@case(meant={'traces': 'one-trace'})
+@case(meant={'traces': 'number of traces'})
 def method_with_a_static_name(jit):
     class Decorated:
         @functools.partial(jit, static_argnames=('self', 'n'))
@@ -119,7 +119,7 @@ def method_with_a_static_name(jit):
     return model.repeated(X), model.repeated(X, n=3), model.repeated(X, 3)
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(meant={'error': 'error classes'}, raises=True)
 def self_that_is_no_tree(jit):
     class Decorated:
         @jit
@@ -172,7 +172,7 @@ def callable_object(jit):
     return compiled(X), compiled(X, by=2.0)
 
 
-@case(meant={'error': 'takes-more'}, raises=True)
+@case(meant={'error': 'accepted inputs'}, raises=True)
 def callable_object_that_cannot_be_hashed(jit):
     class Unhashable(Model):
         __hash__ = None  # as Python itself does beside __eq__
@@ -183,7 +183,7 @@ def callable_object_that_cannot_be_hashed(jit):
     return jit(Unhashable())(X)
 
 
-@case(meant={'error': 'takes-more'}, raises=True)
+@case(meant={'error': 'accepted inputs'}, raises=True)
 def callable_with_slots(jit):
     class Slotted:
         __slots__ = ()
@@ -194,7 +194,7 @@ def callable_with_slots(jit):
     return jit(Slotted())(X)
 
 
-@case(meant={'error': 'takes-more'}, raises=True)
+@case(meant={'error': 'accepted inputs'}, raises=True)
 def a_staticmethod(jit):
     return jit(staticmethod(lambda x: x + 1))(X)
 
@@ -256,12 +256,12 @@ def signature_that_lies(jit):
     return jit(f)(X, 1, b=2)
 
 
-@case(variants={'number': 3, 'string': 'f'}, meant={'error': 'own-errors'}, raises=True)
+@case(variants={'number': 3, 'string': 'f'}, meant={'error': 'error classes'}, raises=True)
 def not_a_function(jit, thing):
     return jit(thing)
 
 
-@case(meant={'error': 'takes-more'}, raises=True)
+@case(meant={'error': 'accepted inputs'}, raises=True)
 def no_function_yet(jit):
     return jit(None)(lambda x: x + 1)(X)
 

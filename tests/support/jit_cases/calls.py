@@ -69,7 +69,7 @@ def keyword_order_seen_by_the_function(jit):
     return compiled(b=1, a=X), compiled(a=1, b=X)
 
 
-@case(meant={'traces': 'one-trace'})
+@case(meant={'traces': 'number of traces'})
 def position_then_keyword(jit):
     @jit
     def add(a, b):
@@ -88,7 +88,7 @@ def positional_only(jit):
     return compiled(X, 1, 2), compiled(X, 1, c=2), error_of(compiled, X, b=1, c=2)
 
 
-@case(meant={'error': 'takes-more'}, raises=True)
+@case(meant={'error': 'accepted inputs'}, raises=True)
 def positional_only_name_among_keywords(jit):
     return jit(lambda a, /, **named: a + 2 * named['a'])(X, a=1.0)
 
@@ -119,7 +119,7 @@ def default_that_is_none(jit):
     return compiled(X), compiled(X, None), compiled(X, 1.0)
 
 
-@case(meant={'traces': 'one-trace'})
+@case(meant={'traces': 'number of traces'})
 def default_given_and_left_out(jit):
     compiled = jit(lambda a, b=1.0: (traced(), a + b)[1])
     return compiled(X), compiled(X, 1.0), compiled(X, b=1.0)[:2], compiled(X)

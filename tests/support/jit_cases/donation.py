@@ -41,7 +41,7 @@ def negative_number(jit):
     return out, gone(a, b)
 
 
-@case(meant={'values': 'names-and-numbers'})
+@case(meant={'values': 'argument names beside numbers'})
 def number_and_another_name(jit):
     a, b = fresh(), fresh(2 * X)
     out = jit(lambda a, b: (a + b, a - b), donate_argnums=0, donate_argnames='b')(a, b)
@@ -105,7 +105,7 @@ def used_again(jit):
     return error_of(jnp.sum, a)
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(meant={'error': 'error classes'}, raises=True)
 def donated_again(jit):
     a = fresh()
     compiled = jit(lambda a: a + 1, donate_argnums=0)
@@ -113,14 +113,14 @@ def donated_again(jit):
     return compiled(a)
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(meant={'error': 'error classes'}, raises=True)
 def donated_before_elsewhere(jit):
     a = fresh()
     jax.jit(lambda a: a + 1, donate_argnums=0)(a)
     return jit(lambda a, b: a + b)(1.0, b=a)
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(meant={'error': 'error classes'}, raises=True)
 def deleted_by_hand(jit):
     a = fresh()
     compiled = jit(lambda a: a + 1)
@@ -129,13 +129,13 @@ def deleted_by_hand(jit):
     return compiled(a)
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(meant={'error': 'error classes'}, raises=True)
 def one_array_twice(jit):
     a = fresh()
     return jit(lambda a, b: (a + 1, b + 2), donate_argnums=(0, 1))(a, a)
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(meant={'error': 'error classes'}, raises=True)
 def one_array_donated_and_kept(jit):
     a = fresh()
     return jit(lambda a, b: (a + 1, b + 2), donate_argnums=0)(a, a)

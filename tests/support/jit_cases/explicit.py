@@ -78,13 +78,13 @@ def types_in_turn(jit):
     return [f(put(M, *spec)) for spec in (('x',), ('y',), (), ('x', 'y'), ('x',))]
 
 
-@case(meant={'traces': 'one-trace'}, since=(0, 12))
+@case(meant={'traces': 'number of traces'}, since=(0, 12))
 def numpy_and_uncommitted(jit):
     f = jit(lambda x: (traced(jax.typeof(x)), x * 2)[1])
     return f(M), f(jnp.asarray(M)), f(1.0)
 
 
-@case(meant={'traces': 'one-trace'})
+@case(meant={'traces': 'number of traces'})
 def asked(jit):
     f = jit(lambda x: (traced(jax.typeof(x)), x * 2)[1], in_shardings=P('x'), out_shardings=P('x'))
     return f(M), f(put(M, 'x'))
@@ -96,7 +96,7 @@ def asked_of_the_output(jit):
     return f(put(M, 'x')), f(M)
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(meant={'error': 'error classes'}, raises=True)
 def arrives_elsewhere(jit):
     f = jit(lambda x: x * 2, in_shardings=P('y'))
     return f(put(M, 'x'))

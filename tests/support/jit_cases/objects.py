@@ -28,7 +28,7 @@ def copied(jit, copier):
     return copier(f)(X)
 
 
-@case(meant={'error': 'takes-more'}, raises=True)
+@case(meant={'error': 'accepted inputs'}, raises=True)
 def pickled(jit):
     f = jit(module_level)
     return pickle.loads(pickle.dumps(f))(X)

@@ -43,13 +43,13 @@ def arrives(jit, arrival):
     return f(arrival(on('x'))), f(arrival(on('x')))
 
 
-@case(meant={'traces': 'one-trace'})
+@case(meant={'traces': 'number of traces'})
 def arrives_in_turn(jit):
     f = jit(lambda x: (traced(), x * 2)[1], in_shardings=on('x'))
     return [f(arrival(on('x'))) for arrival in ARRIVALS.values()]
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(meant={'error': 'error classes'}, raises=True)
 def arrives_elsewhere(jit):
     return jit(lambda x: x, in_shardings=on('x'))(jax.device_put(X, on('y')))
 
@@ -60,7 +60,7 @@ def arrives_equivalent(jit):
     return f(jax.device_put(M, on('x', None)))
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(meant={'error': 'error classes'}, raises=True)
 def arrives_on_one_device(jit):
     return jit(lambda x: x * 2, in_shardings=on('x'))(jax.device_put(X, jax.devices()[1]))
 
@@ -105,7 +105,7 @@ def none_in_a_tuple(jit):
         'too many': (on('x'), on('x')),
         'none': (),
     },
-    meant={'error': 'own-errors'},
+    meant={'error': 'error classes'},
     raises=True,
 )
 def prefix_that_does_not_fit(jit, shardings):
@@ -117,13 +117,13 @@ def list_of_shardings(jit):
     return jit(lambda x: x * 2, in_shardings=[on('x')])(X)
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(meant={'error': 'error classes'}, raises=True)
 def outputs_that_do_not_fit(jit):
     return jit(lambda x: (x, x), out_shardings=(on('x'),))(X)
 
 
 @case(
-    meant={'error': 'own-errors'},
+    meant={'error': 'error classes'},
     variants={'argument': 'in_shardings', 'output': 'out_shardings'},
     raises=True,
 )
@@ -132,7 +132,7 @@ def does_not_divide(jit, which):
 
 
 @case(
-    meant={'error': 'own-errors'},
+    meant={'error': 'error classes'},
     variants={'argument': 'in_shardings', 'output': 'out_shardings'},
     raises=True,
 )
@@ -140,7 +140,7 @@ def rank_too_high(jit, which):
     return jit(lambda x: x + 1, **{which: on(None, 'x')})(X)
 
 
-@case(variants={'string': 'x', 'number': 3, 'mesh': HELPER.mesh}, meant={'error': 'own-errors'}, raises=True)
+@case(variants={'string': 'x', 'number': 3, 'mesh': HELPER.mesh}, meant={'error': 'error classes'}, raises=True)
 def no_sharding(jit, thing):
     return jit(lambda x: x, in_shardings=(thing,))(X)
 
@@ -166,7 +166,7 @@ def output_that_is_an_argument(jit):
     return jit(lambda x: (x, x), in_shardings=on('x'), out_shardings=(on('y'), on('x')))(X)
 
 
-@case(meant={'error': 'one-mesh'})
+@case(meant={'error': 'shardings on another mesh'})
 def single_device(jit):
     sharding = SingleDeviceSharding(jax.devices()[2])
     return jit(lambda x: x + 1, in_shardings=sharding, out_shardings=sharding)(X)
@@ -177,7 +177,7 @@ def device_number(jit):
     return jit(lambda x: x + 1, device=jax.devices()[2])(X)
 
 
-@case(meant={'error': 'one-mesh'})
+@case(meant={'error': 'shardings on another mesh'})
 def another_mesh(jit):
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ('a', 'b'))
     sharding = NamedSharding(mesh, P('b'))
@@ -190,7 +190,7 @@ def bare_specs_under_set_mesh(jit):
         return jit(lambda x: x * 2, in_shardings=P('x'), out_shardings=P('y'))(X)
 
 
-@case(meant={'error': 'takes-more'}, raises=True)
+@case(meant={'error': 'accepted inputs'}, raises=True)
 def bare_specs_alone(jit):
     return jit(lambda x: x * 2, in_shardings=P('x'), out_shardings=P('y'))(X)
 
@@ -207,7 +207,7 @@ def constraint_with_a_spec(jit):
         return jit(lambda x: jax.lax.with_sharding_constraint(x * 2, P('x', 'y')))(M)
 
 
-@case(raises=True, meant={'error': 'takes-more'})
+@case(raises=True, meant={'error': 'accepted inputs'})
 def constraint_with_a_spec_alone(jit):
     return jit(lambda x: jax.lax.with_sharding_constraint(x * 2, P('x', 'y')))(M)
 

@@ -58,7 +58,7 @@ def stages_say(jit, call):
     ]
 
 
-@case(meant={'shardings': 'mesh-in-force'})
+@case(meant={'shardings': 'active mesh'})
 def traced_says(jit):
     stage = jit(make_f()).trace(X, 1.0)
     return str(stage.jaxpr), stage.fun_name, stage.jaxpr.in_avals, stage.jaxpr.out_avals
@@ -173,7 +173,7 @@ def lower_what_does_not_fit(jit):
     return error_of(jit(make_f()).lower), error_of(jit(make_f()).lower, X, 1, 2)
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(meant={'error': 'error classes'}, raises=True)
 def lower_no_array(jit):
     return jit(make_f()).lower('a')
 

@@ -61,7 +61,7 @@ def named(jit, options):
         'donated out of range': {'donate_argnums': 9},
         'donated unknown': {'donate_argnames': 'q'},
     },
-    meant={'error': 'own-errors'},
+    meant={'error': 'error classes'},
     raises=True,
 )
 def cannot_be_named(jit, options):
@@ -83,13 +83,13 @@ def of_other_types(jit, options):
     return jit(lambda x, n: x * n, **options)(X, 2)
 
 
-@case(meant={'error': 'takes-more'}, raises=True)
+@case(meant={'error': 'accepted inputs'}, raises=True)
 def by_keyword(jit):
     compiled = jit(make_repeated(), static_argnums=(1, 2), static_argnames='scale')
     return compiled(X, 2, 'sum', scale=3), compiled(X, n=2, how='max'), compiled(n=2, x=X)
 
 
-@case(meant={'traces': 'one-trace'})
+@case(meant={'traces': 'number of traces'})
 def default_static(jit):
     compiled = jit(make_repeated(), static_argnames=('n', 'how'))
     return compiled(X, 2), compiled(X, 2, 'sum'), compiled(X, 2, how='sum'), compiled(X, n=2)
@@ -151,7 +151,7 @@ def same_nan(jit):
 
 @case(
     variants={'list': [1], 'dict': {'a': 1}, 'array': X, 'jax array': np.float32, 'set': {1}},
-    meant={'error': 'own-errors'},
+    meant={'error': 'error classes'},
     raises=True,
 )
 def unhashable(jit, value):
@@ -159,12 +159,12 @@ def unhashable(jit, value):
     return jit(lambda x, n: x, static_argnums=1)(X, value)
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(meant={'error': 'error classes'}, raises=True)
 def unhashable_by_keyword(jit):
     return jit(lambda x, n: x, static_argnames='n')(X, n=[1])
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(meant={'error': 'error classes'}, raises=True)
 def unhashable_default_is_given(jit):
     def f(x, n=[1, 2]):  # noqa: B006 - a default that cannot be hashed is the case
         return x * n[0]
@@ -221,7 +221,7 @@ def mutated_object_with_the_same_hash(jit):
     return first, compiled(X, box)
 
 
-@case(meant={'error': 'static-equality'})
+@case(meant={'error': 'comparison of static values'})
 def equality_that_is_no_bool(jit):
     class Odd:
         def __hash__(self):
@@ -234,7 +234,7 @@ def equality_that_is_no_bool(jit):
     return compiled(X, Odd()), error_of(compiled, X, Odd())
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(meant={'error': 'error classes'}, raises=True)
 def hash_that_raises(jit):
     class Odd:
         def __hash__(self):
@@ -264,7 +264,7 @@ class Config:
     name: str = 'a'
 
 
-@case(meant={'traces': 'one-trace'})
+@case(meant={'traces': 'number of traces'})
 def frozen_dataclass(jit):
     compiled = jit(lambda x, c: (traced(c), x * c.width)[1], static_argnames='c')
     return compiled(X, Config()), compiled(X, c=Config()), compiled(X, Config(3)), compiled(X, c=Config(3))
@@ -287,7 +287,7 @@ def function_as_a_static_loss(jit):
     return jit(lambda loss, x: jax.grad(loss)(x), static_argnames='loss')(loss=lambda x: jnp.sum(x**2), x=X)
 
 
-@case(meant={'traces': 'one-trace'})
+@case(meant={'traces': 'number of traces'})
 def all_static(jit):
     compiled = jit(lambda n, m: (traced(), jnp.arange(n * m))[1], static_argnums=(0, 1))
     return compiled(2, 3), compiled(2, m=3), compiled(3, 2)
@@ -299,7 +299,7 @@ def static_shape(jit):
     return compiled((2, 3), 1.0), compiled((), 2), error_of(compiled, 3.5, 2)
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(meant={'error': 'error classes'}, raises=True)
 def static_tracer(jit):
     inner = jit(lambda x, n: x * n, static_argnums=1)
     return jax.jit(lambda x: inner(x, x))(X)

@@ -274,7 +274,7 @@ def associative_scan_and_reduce(jit):
     )
 
 
-@case(meant={'traces': 'helper-in-force'})
+@case(meant={'traces': 'traces of inner functions'})
 def nested(jit):
     inner = jit(lambda x, n: (traced(n), x * n)[1], static_argnums=1)
     outer = jit(lambda x: (traced('outer'), inner(x, 2) + inner(x, 3) + inner(x, 2))[1])
@@ -302,7 +302,7 @@ def name_in_the_jaxpr(jit):
     return [eqn.params['name'] for eqn in jax.make_jaxpr(jit(my_name))(1.0).eqns]
 
 
-@case(meant={'shardings': 'mesh-in-force'})
+@case(meant={'shardings': 'active mesh'})
 def constants_lifted(jit):
     held = jnp.asarray(X)
     inner = jit(lambda x: x + held)
@@ -333,7 +333,7 @@ def forward_over_reverse_in_it(jit):
     return jit(hvp)(V)
 
 
-@case(meant={'traces': 'helper-in-force'})
+@case(meant={'traces': 'traces of inner functions'})
 def inner_functions_share_traces(jit):
     shared = jax.jit(lambda x: (traced('shared'), x + 1)[1])
     first, second = jit(lambda x: shared(x) * 2), jit(lambda x: shared(x) * 3)

@@ -213,7 +213,7 @@ def many_leaves(jit):
         'dtype': np.dtype('f4'),
         'set': {1},
     },
-    meant={'error': 'own-errors'},
+    meant={'error': 'error classes'},
     raises=True,
 )
 def no_leaf(jit, thing):
@@ -228,7 +228,7 @@ def no_leaf(jit, thing):
         'date': np.array(['2020-01-01'], 'datetime64[D]'),
         'masked': np.ma.masked_array([1, 2], [0, 1]),
     },
-    meant={'error': 'own-errors'},
+    meant={'error': 'error classes'},
     raises=True,
 )
 def array_that_jax_does_not_take(jit, thing):

@@ -214,7 +214,7 @@ class Boxed:
         return jnp.asarray(self.value)
 
 
-@case(meant={'error': 'own-errors'}, raises=True)
+@case(meant={'error': 'error classes'}, raises=True)
 def jax_array_method_as_an_argument(jit):
     return jit(lambda x: x + 1)(Boxed(X))
 
