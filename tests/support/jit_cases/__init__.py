@@ -34,8 +34,8 @@ class Case:
     Attributes:
         name: subject and function.
         run: takes the wrapper, and gives what is compared.
-        meant: the aspects (see `compare`) in which sjit differs on purpose, each with the name of the difference
-            in docs/sjit.md, "Differences from jax.jit", in lower case.
+        meant: the aspects (see `compare`) in which sjit differs on purpose, each with the name of the
+            difference in docs/sjit.md, "Differences from jax.jit", in lower case.
         defect: why sjit differs although it should not; the case is then expected to fail.
         raises: whether ``jax.jit`` ends in an error; the classes of both are compared.
         explicit: whether the axes of the mesh are Explicit, and the mesh is set.

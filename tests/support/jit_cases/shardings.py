@@ -140,7 +140,9 @@ def rank_too_high(jit, which):
     return jit(lambda x: x + 1, **{which: on(None, 'x')})(X)
 
 
-@case(variants={'string': 'x', 'number': 3, 'mesh': HELPER.mesh}, meant={'error': 'error classes'}, raises=True)
+@case(
+    variants={'string': 'x', 'number': 3, 'mesh': HELPER.mesh}, meant={'error': 'error classes'}, raises=True
+)
 def no_sharding(jit, thing):
     return jit(lambda x: x, in_shardings=(thing,))(X)
 
