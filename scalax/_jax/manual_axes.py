@@ -40,34 +40,6 @@ def is_noop_reshard(reshard: Any) -> bool:
     return mesh.empty or AxisType.Explicit not in mesh.axis_types
 
 
-def local_params(
-    equation: Any, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
-) -> dict[str, Any]:
-    """Returns the parameters of an equation that differ for local shapes.
-
-    Relies on `_RESULT_SIZE_PARAMS` and `_OPERAND_SIZE_PARAMS` being complete for primitives of arrays.
-
-    Args:
-        equation: the equation.
-        operands: the local shapes of its operands.
-        results: the local shapes of its results.
-    """
-    name = equation.primitive.name
-    if name in _RESULT_SIZE_PARAMS:
-        return {_RESULT_SIZE_PARAMS[name]: tuple(results[0])}
-    if name in _OPERAND_SIZE_PARAMS:
-        param = _OPERAND_SIZE_PARAMS[name]
-        sizes = zip(equation.params[param], shape_of(equation.invars[0]), operands[0], strict=True)
-        return {param: tuple([local if size == full else size for size, full, local in sizes])}
-    return {}
-
-
-# The parameters for sizes of the result, and for sizes of the first operand.
-_RESULT_SIZE_PARAMS = {'reshape': 'new_sizes', 'broadcast_in_dim': 'shape', 'iota': 'shape'}
-_OPERAND_SIZE_PARAMS = {'slice': 'limit_indices', 'dynamic_slice': 'slice_sizes', 'gather': 'slice_sizes'}
-OPS_WITH_SIZES = _RESULT_SIZE_PARAMS.keys() | _OPERAND_SIZE_PARAMS.keys()
-
-
 def params_with_jaxprs(equation: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
     """Returns the parameters of an equation that hold jaxprs, also in tuples, with changed jaxprs.
 

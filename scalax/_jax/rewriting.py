@@ -218,29 +218,31 @@ def with_results(equation: Any, results: Sequence[Any]) -> Any:
 
 
 # The parameters for sizes of the result, and for sizes of the first operand.
-_RESULT_SIZE_PARAMS = {'reshape': 'new_sizes', 'broadcast_in_dim': 'shape'}
+_RESULT_SIZE_PARAMS = {'reshape': 'new_sizes', 'broadcast_in_dim': 'shape', 'iota': 'shape'}
 _OPERAND_SIZE_PARAMS = {'slice': 'limit_indices', 'dynamic_slice': 'slice_sizes', 'gather': 'slice_sizes'}
+OPS_WITH_SIZES = _RESULT_SIZE_PARAMS.keys() | _OPERAND_SIZE_PARAMS.keys()
 
 
-def resized_params(equation: Any, operand: int | None, result: int, size: int) -> dict[str, Any]:
-    """Returns the parameters of an equation that change if a dimension has another size.
+def resized_params(
+    equation: Any, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Returns the parameters of an equation that differ for other shapes, such as those of local shards.
 
     Relies on `_RESULT_SIZE_PARAMS` and `_OPERAND_SIZE_PARAMS` being complete for primitives of arrays. A
     `gather` takes single elements along dimensions that its indices also have.
 
     Args:
         equation: the equation.
-        operand: the dimension of the first operand; None if that operand does not have it.
-        result: the dimension of the result.
-        size: the new size.
+        operands: the shapes of its operands.
+        results: the shapes of its results.
     """
-    for size_params, dim in ((_RESULT_SIZE_PARAMS, result), (_OPERAND_SIZE_PARAMS, operand)):
-        name = size_params.get(equation.primitive.name)
-        if name is None or dim is None:
-            continue
-        sizes = equation.params[name]
-        if name != 'slice_sizes' or sizes[dim] == shape_of(equation.invars[0])[dim]:
-            return {name: (*sizes[:dim], size, *sizes[dim + 1 :])}
+    name = equation.primitive.name
+    if name in _RESULT_SIZE_PARAMS:
+        return {_RESULT_SIZE_PARAMS[name]: tuple(results[0])}
+    if name in _OPERAND_SIZE_PARAMS:
+        param = _OPERAND_SIZE_PARAMS[name]
+        sizes = zip(equation.params[param], shape_of(equation.invars[0]), operands[0], strict=True)
+        return {param: tuple([new if size == full else size for size, full, new in sizes])}
     return {}
 
 

@@ -198,7 +198,12 @@ class Rebatcher:
 
     def _resized_params(self, equation: Any, operand_dim: int | None, batch_dim: BatchDim) -> dict[str, Any]:
         size = self._count * batch_dim.elements_per_example
-        return resized_params(equation, operand_dim, batch_dim.dim, size)
+        operands = [shape_of(atom) for atom in equation.invars[:1]]
+        if operand_dim is not None:
+            operands = [_resized(shape, operand_dim, size) for shape in operands]
+        return resized_params(
+            equation, operands, [_resized(shape_of(equation.outvars[0]), batch_dim.dim, size)]
+        )
 
     def _while(
         self, equation: Any, operands: Sequence[TrackedValue], batch_values: Sequence[BatchValue]
@@ -253,6 +258,10 @@ def _behind_barrier(equation: Any, operands: Sequence[TrackedValue]) -> Sequence
         return operands
     values = dict(zip(values, jax.lax.optimization_barrier([*values.values()]), strict=True))
     return [operand._replace(value=values.get(i, operand.value)) for i, operand in enumerate(operands)]
+
+
+def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
 
 
 def _matching_dims(

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from scalax._jax.equations import is_on_device, shape_of, size_of
-from scalax._jax.manual_axes import local_params
 from scalax._jax.primitives import primitive_name
+from scalax._jax.rewriting import resized_params
 from scalax._spmd.batch.replicated_parts import block_function, block_operand_dims
 from scalax._spmd.editor import EditorBase
 from scalax._spmd.placements.auto_shardings import NO_AXES, AutoDims
@@ -86,7 +86,7 @@ class JaxprEditor(EditorBase):
                 producer = value.narrow_producer
                 atoms = [self.convert(self.read(operand), plain, equation) for operand in producer.invars]
                 atom = self.code.var(value.var, value.shape)
-                params = local_params(producer, [*map(shape_of, atoms)], [value.shape])
+                params = resized_params(producer, [*map(shape_of, atoms)], [value.shape])
                 self.eqns.append(self.code.localize(producer, atoms, [atom], **params))
             else:
                 atom = value.atom
@@ -260,7 +260,7 @@ class JaxprEditor(EditorBase):
             return self.emit(function, key, producer, atoms)
         shape = local_shape(value.shape, target, sizes)
         result = self.code.var(value.var, shape)
-        params = local_params(producer, [*map(shape_of, atoms)], [shape])
+        params = resized_params(producer, [*map(shape_of, atoms)], [shape])
         self.eqns.append(self.code.localize(producer, atoms, [result], **params))
         return result
 

@@ -23,9 +23,9 @@ from scalax._jax.equations import (
     takes_arrays,
     takes_refs,
 )
-from scalax._jax.manual_axes import OPS_WITH_SIZES, local_params, params_with_jaxprs, rebuild_jaxpr
+from scalax._jax.manual_axes import params_with_jaxprs, rebuild_jaxpr
 from scalax._jax.primitives import KERNEL, primitive_name
-from scalax._jax.rewriting import with_results
+from scalax._jax.rewriting import OPS_WITH_SIZES, resized_params, with_results
 from scalax._jaxpr.dim_rules import ELEMENTWISE, RULES, reshape_groups
 from scalax._spmd.batch.replicated_batch_dims import sharded_part
 from scalax._spmd.batch.replicated_parts import is_computed_by_block
@@ -248,7 +248,7 @@ class _JaxprPartitioner(JaxprEditor):
                 atoms[2] = write_local_group_sizes(self, equation, atoms, operands[0])
             params = self._inner_jaxpr_params(name, equation)
             if name in OPS_WITH_SIZES:
-                params = local_params(equation, [*map(shape_of, atoms)], [*map(shape_of, new_vars)])
+                params = resized_params(equation, [*map(shape_of, atoms)], [*map(shape_of, new_vars)])
             elif name == KERNEL:
                 params = kernel_params(
                     self.code, equation, [*map(shape_of, atoms)], [*map(shape_of, new_vars)]

@@ -33,13 +33,12 @@ from scalax._jax.manual_axes import (
     in_scope,
     is_backward,
     is_noop_reshard,
-    local_params,
     params_with_jaxprs,
     rebuild_jaxpr,
     scan_counts,
 )
 from scalax._jax.random_bits import bits_at, depends_on_indices
-from scalax._jax.rewriting import eval_jaxpr, replace_jaxpr
+from scalax._jax.rewriting import eval_jaxpr, replace_jaxpr, resized_params
 
 MESH = AbstractMesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
 
@@ -284,7 +283,7 @@ def test_local_equations_run_in_a_shard_map():
     with jax.sharding.use_abstract_mesh(MESH):
         code = ManualEquations(MESH)
         operand, result = code.var(jaxpr.invars[0], (2,)), code.var(jaxpr.outvars[0], (2, 3))
-        changed = local_params(jaxpr.eqns[-1], [(2,)], [(2, 3)])
+        changed = resized_params(jaxpr.eqns[-1], [(2,)], [(2, 3)])
         equation = code.localize(jaxpr.eqns[-1], [operand], [result], **changed)
     new = rebuild_jaxpr(jaxpr, [operand], [equation], [result])
     assert [x.aval.shape for x in (*new.invars, *new.outvars)] == [(2,), (2, 3)]
@@ -302,7 +301,7 @@ def test_local_equations_run_in_a_shard_map():
 )
 def test_parameters_of_blocks(function, local, expected):
     equation = traced(function, jnp.ones((8, 12))).eqns[-1]
-    assert local_params(equation, [(1, 12)], [local]) == expected
+    assert resized_params(equation, [(1, 12)], [local]) == expected
 
 
 def test_equations_of_backward_passes_are_recognized():

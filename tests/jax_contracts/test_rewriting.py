@@ -293,30 +293,29 @@ def test_an_equation_is_evaluated(fun: Any) -> None:
 
 MANY, ROWS, PLACES = np.ones((6, 4), np.float32), np.ones((3, 4), np.float32), np.array([[1], [2]])
 LOOKED_UP = lax.GatherDimensionNumbers((0,), (1,), (1,))
-# Primitives with size parameters: function, further operands, row dimension of the result, resized shape.
-RESIZED: dict[str, tuple[Any, tuple[Any, ...], int, tuple[int, ...]]] = {
-    'reshape': (lambda x: x.reshape(6, 2, 2), (), 0, (3, 2, 2)),
-    'broadcast_in_dim': (lambda x: lax.broadcast_in_dim(x, (2, 6, 4), (1, 2)), (), 1, (2, 3, 4)),
-    'slice': (lambda x: lax.slice(x, (0, 1), (6, 3)), (), 0, (3, 2)),
+# Primitives with size parameters: function, further operands, resized shape.
+RESIZED: dict[str, tuple[Any, tuple[Any, ...], tuple[int, ...]]] = {
+    'reshape': (lambda x: x.reshape(6, 2, 2), (), (3, 2, 2)),
+    'broadcast_in_dim': (lambda x: lax.broadcast_in_dim(x, (2, 6, 4), (1, 2)), (), (2, 3, 4)),
+    'slice': (lambda x: lax.slice(x, (0, 1), (6, 3)), (), (3, 2)),
     'dynamic_slice': (
         lambda x, i, j: lax.dynamic_slice(x, (i, j), (6, 2)),
         (np.int32(0), np.int32(1)),
-        0,
         (3, 2),
     ),
-    'gather': (lambda x, i: lax.gather(x, i, LOOKED_UP, (6, 1), mode='clip'), (PLACES,), 0, (3, 2)),
-    'sin': (jnp.sin, (), 0, (3, 4)),
+    'gather': (lambda x, i: lax.gather(x, i, LOOKED_UP, (6, 1), mode='clip'), (PLACES,), (3, 2)),
+    'sin': (jnp.sin, (), (3, 4)),
 }
 
 
 @pytest.mark.parametrize('name', RESIZED)
 def test_an_equation_runs_with_other_sizes(name: str, mesh: Mesh) -> None:
-    fun, others, dim, shape = RESIZED[name]
+    fun, others, shape = RESIZED[name]
     equation = equation_in(name, fun, MANY, *others)
 
     def run(x: Any) -> Any:
         return rewriting.eval_on_ambient_mesh(
-            equation, [x, *others], **rewriting.resized_params(equation, 0, dim, 3)
+            equation, [x, *others], **rewriting.resized_params(equation, [ROWS.shape], [shape])
         )
 
     with contract('lets equations run with other sizes in their parameters', 'to run them on fewer rows'):
@@ -362,7 +361,8 @@ def test_rows_that_are_looked_up_one_by_one_keep_their_sizes() -> None:
     with contract(
         'has slices of one element along dimensions that indices have too', 'to look up fewer rows'
     ):
-        assert rewriting.resized_params(equation, 0, 0, 3) == {}
+        sizes = rewriting.resized_params(equation, [(3, 4)], [(3, 1)])
+        assert sizes == {'slice_sizes': equation.params['slice_sizes']}
 
 
 def test_equations_inside_are_rewritten() -> None:

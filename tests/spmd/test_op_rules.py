@@ -10,8 +10,7 @@ import pytest
 from jax import lax
 
 from scalax._jax.equations import CALLS, Literal, call_jaxpr, open_jaxpr, shape_of
-from scalax._jax.manual_axes import local_params
-from scalax._jax.rewriting import rebind
+from scalax._jax.rewriting import rebind, resized_params
 from scalax._spmd.placements.op_rules import Op, strategy
 from scalax._spmd.placements.placement import REPLICATE, SUM, Partial, Shard, local_shape
 
@@ -239,7 +238,7 @@ def run(equation, values, placements, results, parts, rng):
         local_shape(shape_of(x), (p,), (parts,)) for x, p in zip(equation.invars, placements, strict=True)
     ]
     outs = [local_shape(shape_of(x), (p,), (parts,)) for x, p in zip(equation.outvars, results, strict=True)]
-    changed, device_results = local_params(equation, shapes, outs), []
+    changed, device_results = resized_params(equation, shapes, outs), []
     for device in range(parts):
         got = rebind(equation, *[jnp.asarray(operand_blocks[device]) for operand_blocks in held], **changed)
         got = got if equation.primitive.multiple_results else [got]

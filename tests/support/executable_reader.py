@@ -423,7 +423,12 @@ class _Reader:
         """Microseconds of a kernel, as XLA for GPUs has written them beside it."""
         if line.opcode not in ('fusion', 'custom-call'):
             return 0.0
-        costs = {cost['name']: cost['exec_time_us'] for cost in line.config().get('reification_cost', ())}
+        # XLA writes 'NaN' and 'Infinity', which are no times, as strings.
+        costs = {
+            cost['name']: cost['exec_time_us']
+            for cost in line.config().get('reification_cost', ())
+            if not isinstance(cost['exec_time_us'], str)
+        }
         if line.attributes.get('kind') == 'kCustom' and costs.get('sol') == 0.01:  # it does not know
             inside = self.module.bodies[line.attributes['calls']]
             library = any(instruction.opcode == 'custom-call' for instruction in inside)

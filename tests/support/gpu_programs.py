@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from scalax._compile.sjit.function import partitioned_step
 from scalax._planning.compiler.compilation import CUBLAS_OPTIONS
 from scalax._planning.cost.buffers import largest_buffers
 from scalax._planning.cost.collectives import collectives
@@ -92,7 +93,8 @@ def recorded_plan(name: str) -> Plan:
     helper = MeshShardingHelper(list(program.mesh.values()), list(program.mesh), devices=jax.devices()[:8])
     step, arguments = program.make(helper)
     jaxpr = step.trace(*arguments).jaxpr
-    flops = count_flops(jaxpr)
+    flops, partitioning = count_flops(jaxpr), partitioned_step(step, arguments, {})
+    reasons = {} if partitioning is None else partitioning.collective_reasons
     module, before = parse(recording.optimized, True), parse(recording.partitioned)
     layout = read_layout(MemoryTables(*recording.tables), True)
     plan = dataclasses.replace(
@@ -105,7 +107,7 @@ def recorded_plan(name: str) -> Plan:
         device_kind=hardware.device_kinds[0],
         device_positions=positions,
         memory=dataclasses.replace(assigned_memory(layout), limit=hardware.hbm_bytes),
-        collectives=collectives(module, program.mesh, positions, before, range(8), True),
+        collectives=collectives(module, program.mesh, positions, before, range(8), True, reasons),
         device_cost=device_cost_of(module),
         buffers=largest_buffers(layout, module),
         host_transfers=host_transfers(module),

@@ -112,7 +112,9 @@ def _run(
 
 @functools.lru_cache(maxsize=4096)
 def _program(function: Any, mesh: Mesh, ranks: Shape, rank: int, static: Any, donate: bool) -> Any:
-    on_device = lambda *arrays: function(*arrays, *static)  # noqa: E731
+    def on_device(*arrays: Any) -> Any:
+        return function(*arrays, *static)
+
     specs = tuple(map(_spec, ranks))
     mapped = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=_spec(rank), check_vma=False)
     return jax.jit(mapped, donate_argnums=0 if donate else ())

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
 from scalax._jax.equations import bounds_mode, fill_value, gather_dims, scatter_dims, shape_of
-from scalax._jax.manual_axes import local_params
 from scalax._jax.primitives import primitive_name
+from scalax._jax.rewriting import resized_params
 
 
 def is_indexed(equation: Any, dim: int) -> bool:
@@ -68,7 +68,7 @@ def local_lookup(
     """
     size, mode = shape_of(equation.invars[0])[dim], bounds_mode(equation)
     if primitive_name(equation) == 'gather':
-        sizes = local_params(equation, shapes, [])['slice_sizes']
+        sizes = resized_params(equation, shapes, [])['slice_sizes']
         numbers, fill = gather_dims(equation), fill_value(equation)
         table_rows = _ShardedRows(numbers, dim, size, tuple(axes), mode, sizes, fill)
         return functools.partial(_look_up, table_rows), ('look_up', table_rows)
