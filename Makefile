@@ -67,7 +67,7 @@ plan: $(PLAN_STAMP) ## plan LLaMA-3 on TPUs that are not here (flags in ARGS)
 	@cat $(EXAMPLES_STAMP)
 	@$(PY) -m examples.plan_llama $(ARGS)
 
-bench: $(EXAMPLES_STAMP) $(if $(findstring --against,$(ARGS)),$(RELEASE_STAMP)) $(if $(findstring unchanged,$(ARGS))$(findstring found,$(ARGS))$(findstring published,$(ARGS)),$(DEV_STAMP)) $(if $(findstring others,$(ARGS)),$(OTHERS_STAMP)) ## run the benchmarks (flags in ARGS)
+bench: $(EXAMPLES_STAMP) $(if $(findstring --against,$(ARGS)),$(RELEASE_STAMP)) $(if $(findstring unchanged,$(ARGS))$(findstring auto_sharding,$(ARGS))$(findstring published,$(ARGS)),$(DEV_STAMP)) $(if $(findstring others,$(ARGS)),$(OTHERS_STAMP)) ## run the benchmarks (flags in ARGS)
 	@cat $(EXAMPLES_STAMP)
 	@$(if $(findstring others,$(ARGS)),$(OTHERS)/bin/python,$(PY)) -m benchmarks $(ARGS)
 

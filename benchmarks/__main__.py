@@ -2,7 +2,8 @@
 
 ``--only unchanged [--model NAME] [--topology v5e:2x4]``: the tables of benchmarks/unchanged/tables.md.
 ``--only others [--model NAME] [--topology v5e:2x4]``: models that others wrote, of the same page.
-``--only found [--model NAME] [--topology v5e:2x4] [--slices 2] [--budget SECONDS]``: found rules, known ones.
+``--only auto_sharding [--model NAME] [--topology v5e:2x4] [--slices 2] [--budget SECONDS]``:
+    rules that autoshard chooses, beside known ones.
 ``--only published [--model NAME]``: steps on GPUs that others published: benchmarks/published/table.md.
 ``--only gpu [--model NAME]``: steps on the GPU that is here, beside their plans, of docs/estimates.md.
 ``--only stages [--model 70B] [--topology h100]``: pipeline stages by hand, beside FSDP and HSDP.
@@ -20,7 +21,7 @@ from benchmarks.timing import render
 from scalax.utils import quiet_libtpu
 
 # Tables of their own, which take minutes: they are printed only if their whole name is given.
-UNCHANGED, OTHERS, FOUND, PUBLISHED = 'unchanged', 'others', 'found', 'published'
+UNCHANGED, OTHERS, AUTO_SHARDING, PUBLISHED = 'unchanged', 'others', 'auto_sharding', 'published'
 GPU, STAGES = 'gpu', 'stages'
 
 
@@ -36,16 +37,18 @@ def main() -> None:
     parser.add_argument(
         '--topology',
         default='v5p:4x4x4',
-        help='of absent TPUs or GPUs (--only unchanged, others, found, stages)',
+        help='of absent TPUs or GPUs (--only unchanged, others, auto_sharding, stages)',
     )
     parser.add_argument(
         '--model',
         default='',
-        help='models whose name holds this (--only unchanged, others, found, published, gpu)',
+        help='models whose name holds this (--only unchanged, others, auto_sharding, published, gpu)',
     )
     parser.add_argument('--strategy', default='', help='one of FSDP, FSDP x TP ... (--only unchanged)')
-    parser.add_argument('--slices', type=int, default=1, help='slices of the topology (--only found)')
-    parser.add_argument('--budget', type=float, default=90.0, help='seconds of a search (--only found)')
+    parser.add_argument('--slices', type=int, default=1, help='slices of the topology (--only auto_sharding)')
+    parser.add_argument(
+        '--budget', type=float, default=90.0, help='seconds of a search (--only auto_sharding)'
+    )
     options = parser.parse_args()
     if options.against:
         from benchmarks import against
@@ -58,11 +61,11 @@ def main() -> None:
         quiet_libtpu()
         show(options.topology, options.model, options.strategy)
         return
-    if options.only == FOUND:
-        from benchmarks import found
+    if options.only == AUTO_SHARDING:
+        from benchmarks import auto_sharding
 
         quiet_libtpu()
-        found.show(options.topology, options.model, options.slices, options.budget)
+        auto_sharding.show(options.topology, options.model, options.slices, options.budget)
         return
     if options.only == PUBLISHED:
         from benchmarks.published import table
@@ -94,7 +97,7 @@ def main() -> None:
 
     groups = all_groups(options.rounds)
     if not any(options.only in name for name in groups):
-        names = ', '.join([*groups, UNCHANGED, OTHERS, FOUND])
+        names = ', '.join([*groups, UNCHANGED, OTHERS, AUTO_SHARDING])
         parser.error(f'no group holds {options.only!r} in its name: {names}')
     quiet_libtpu()
     device = jax.devices()[0]

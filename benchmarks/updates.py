@@ -1,4 +1,4 @@
-"""Models whose update moves more memory than the rest of their step: for ``--only found``."""
+"""Models whose update moves more memory than the rest of their step: for ``--only auto_sharding``."""
 
 from __future__ import annotations
 

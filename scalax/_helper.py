@@ -726,7 +726,7 @@ class MeshShardingHelper:
         seeds: int | None = None,
         steps: int | None = None,
         config: Any = None,
-        inside: bool | None = None,
+        compare_intermediates: bool | None = None,
         **kwargs: Any,
     ) -> VerificationReport:
         """Checks that a step gives the same results on this mesh as on one device.
@@ -747,7 +747,8 @@ class MeshShardingHelper:
             config: the second argument of the function that makes the step, such as a dataclass or a dict.
                 Its numbers are reduced if the devices of this mesh are not attached (`from_topology`) or
                 the arguments are large. Without it, the shapes of the arguments are reduced.
-            inside: if the results are equal, compare all intermediate values as well. The default is False.
+            compare_intermediates: if the results are equal, compare all intermediate values as well. The
+                default is False.
             **kwargs: its keyword arguments.
 
         Returns:
@@ -776,7 +777,12 @@ class MeshShardingHelper:
         from scalax._planning.report.make_plan import reject_misspelt, reject_own_argument
         from scalax._verification.verify import verify
 
-        all_options = {'seeds': seeds, 'steps': steps, 'config': config, 'inside': inside}
+        all_options = {
+            'seeds': seeds,
+            'steps': steps,
+            'config': config,
+            'compare_intermediates': compare_intermediates,
+        }
         reject_misspelt(fun, kwargs, all_options, 'verify')
         options = {name: value for name, value in all_options.items() if value is not None}
         for name in options if args or kwargs else ():

@@ -48,7 +48,7 @@ PAGES = {
     'plan-llama-8b': (PLAN, 1480),
     'plan-llama-8b-stages': (IN_STAGES, 1000),
     'plan-llama-70b-h100': (ON_GPUS, 1480),
-    'found-mixer': (FOUND, 1100),
+    'autoshard-mixer': (FOUND, 1100),
     'search-llama-8b': (SEARCH, 1060),
 }
 SIZE = (1280, 710)

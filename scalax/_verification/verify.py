@@ -41,7 +41,7 @@ def verify(
     seeds: int = 3,
     steps: int = 2,
     config: Any = None,
-    inside: bool = False,
+    compare_intermediates: bool = False,
 ) -> VerificationReport:
     """Verifies a step, as `MeshShardingHelper.verify` does; options cannot clash with arguments of the step.
 
@@ -53,7 +53,7 @@ def verify(
         seeds: the number of sets of arguments.
         steps: the number of consecutive steps.
         config: the second argument of *function*, if that makes the step.
-        inside: whether to compare intermediate values, if the results are equal.
+        compare_intermediates: whether to compare intermediate values, if the results are equal.
     """
     start = time.monotonic()
     if not callable(function):
@@ -75,7 +75,7 @@ def verify(
             for seed in range(seeds):
                 comparison.run(seed, steps, update_progress)
                 seeds_done += 1
-            if inside and not comparison.differences:
+            if compare_intermediates and not comparison.differences:
                 update_progress('comparing intermediate values')
                 first = first_difference(comparison, 0)
             if comparison.differences:

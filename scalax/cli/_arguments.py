@@ -154,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     _option(verify, 'seeds', 'N', 'the number of sets of arguments (3)', _positive, 3)
     _option(verify, 'steps', 'N', 'the number of consecutive steps (2)', _positive, 2)
     _removed(verify, 'python', 'start verify with the other interpreter: PATH -m scalax verify')
-    _flag(verify, 'inside', 'also compare intermediate values, if no result differs')
+    _flag(verify, 'compare-intermediates', 'also compare intermediate values, if no result differs')
     devices = 'how many CPU devices to simulate; a step for more is downscaled (8)'
     _option(verify, 'devices', 'N', devices, _positive, 8)
 

@@ -199,7 +199,7 @@ def verify(
     as_json: bool,
     seeds: int,
     steps: int,
-    inside: bool,
+    compare_intermediates: bool,
     **where: Any,
 ) -> ExitCode:
     """Runs a step on a mesh of simulated devices and on one device, with random arguments, and compares all
@@ -217,7 +217,16 @@ def verify(
     with contextlib.redirect_stdout(sys.stderr):
         make_step = _load_function(function)
         value = _config(make_step, config, function)
-        result = verify_step(helper, make_step, (), {}, config=value, seeds=seeds, steps=steps, inside=inside)
+        result = verify_step(
+            helper,
+            make_step,
+            (),
+            {},
+            config=value,
+            seeds=seeds,
+            steps=steps,
+            compare_intermediates=compare_intermediates,
+        )
     _show(result, html, json.dumps(result.to_dict()) if as_json else str(result))
     if result.interrupted:
         return ExitCode.INTERRUPTED

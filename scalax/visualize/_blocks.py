@@ -32,7 +32,7 @@ class Dimension:
     axes: str = ''
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether the dimension has several parts."""
         return len(self.ranges) > 1
 
@@ -64,9 +64,9 @@ class Blocks:
         return tuple(dimension.size for dimension in self.dimensions)
 
     @property
-    def cut(self) -> tuple[int, ...]:
+    def sharded_dims(self) -> tuple[int, ...]:
         """The dimensions with several parts."""
-        return tuple(dim for dim, dimension in enumerate(self.dimensions) if dimension.is_cut)
+        return tuple(dim for dim, dimension in enumerate(self.dimensions) if dimension.is_sharded)
 
     def at(self, index: Index) -> tuple[int, ...]:
         """Returns the devices that hold a block."""

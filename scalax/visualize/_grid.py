@@ -36,7 +36,7 @@ def grid_of(blocks: Blocks, max_columns: int) -> Grid:
 
     If the columns do not fit, or leave no room for the labels of the rows, all dimensions are along the rows.
     """
-    sharded_dims = blocks.cut
+    sharded_dims = blocks.sharded_dims
     count = len(blocks.dimensions[sharded_dims[-1]].ranges) if sharded_dims else 1
     fits = count <= max_columns or (len(sharded_dims) > 1 and max_columns >= 3)
     across, down = (sharded_dims[-1:], sharded_dims[:-1]) if fits else ((), sharded_dims)
@@ -69,7 +69,7 @@ def _dimensions_text(blocks: Blocks, across: Sequence[int]) -> str:
     texts = []
     for dim, dimension in enumerate(blocks.dimensions):
         arrow = '→' if dim in across else '↓'
-        if dimension.is_cut:
+        if dimension.is_sharded:
             texts.append(f'dim {dim} {arrow} {dimension.size} over {dimension.axes}')
         else:
             texts.append(f'dim {dim}: {dimension.size}, unsharded')

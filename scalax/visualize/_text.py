@@ -16,7 +16,7 @@ def drawing(blocks: Blocks, width: int) -> tuple[str, list[str]]:
         width: the largest width of the picture, in characters.
     """
     texts = map(devices_text, blocks.holders.values())
-    ranges = blocks.dimensions[blocks.cut[-1]].ranges if blocks.cut else ()
+    ranges = blocks.dimensions[blocks.sharded_dims[-1]].ranges if blocks.sharded_dims else ()
     labels = [*map(range_text, ranges), f'{len(ranges)} more']
     cell_width = max(map(len, [*texts, *labels])) + 2
     margin = max(len(label) for label, _ in grid_of(blocks, 3).rows) + 1

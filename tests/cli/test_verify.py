@@ -175,7 +175,7 @@ def test_options_are_those_of_the_function(job, monkeypatch):
     command = ['verify', f'{job}:make_infinite', '--mesh', 'fsdp=4,tp=2']
     assert main([*command, '--seeds', '7', '--steps', '5']) == 2
     assert options == {'seeds': 7, 'steps': 5, 'inside': False, 'config': None}
-    assert main([*command, '--inside']) == 2
+    assert main([*command, '--compare-intermediates']) == 2
     assert options == {'seeds': 3, 'steps': 2, 'inside': True, 'config': None}
     parameters = inspect.signature(verify_step).parameters
     assert [parameters[name].default for name in ('seeds', 'steps', 'inside')] == [3, 2, False]

@@ -90,7 +90,7 @@ def test_gathered_examples_and_the_redundant_work_on_them():
     [row] = report.gathered_examples
     assert row.reason == 'examples gathered for sort'
     assert (row.line, row.bytes) == (f'{line(sorting, 1)} sorting', X.nbytes)
-    assert report.redundant[0].of == 'examples'
+    assert report.redundant[0].operand_kind == 'examples'
     alike = {work.primitive: work for work in report.redundant}
     assert (alike['sort'].bytes, alike['sort'].count) == (X.nbytes, 1)
     assert alike['sort'].line == row.line
@@ -115,7 +115,7 @@ def test_replicated_state_is_updated_by_all_devices():
     assert ('all_reduce', 'gradient of params/blocks') in {(x.kind, x.reason) for x in report.collectives}
     update = [work for work in report.redundant if work.line.startswith(line(step, 2))]
     assert {work.primitive for work in update} == {'mul', 'sub'}
-    assert all(work.of == 'replicated' for work in update)
+    assert all(work.operand_kind == 'replicated' for work in update)
 
 
 def test_an_unpartitioned_step_reports_the_reason():

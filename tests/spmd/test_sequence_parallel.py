@@ -246,7 +246,7 @@ def test_an_axis_that_a_constraint_moves_to_the_columns_of_a_weight_is_left_to_t
     assert [*report.axes] == axes
     np.testing.assert_allclose(step(w, x), jax.jit(fun)(w, x), rtol=1e-5, atol=1e-6)
     if axes == ['data']:
-        assert {row.of for row in report.redundant} <= {'replicated'}
+        assert {row.operand_kind for row in report.redundant} <= {'replicated'}
         assert not report.gathered_examples
 
 

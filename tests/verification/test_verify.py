@@ -497,7 +497,7 @@ def test_inside_compares_intermediate_values(helper):
 
     compiled_step = helper.sjit(step, in_shardings=P('fsdp'))
     assert helper.verify(compiled_step, S((16, 4), 'float32')).ok
-    report = helper.verify(compiled_step, S((16, 4), 'float32'), inside=True)
+    report = helper.verify(compiled_step, S((16, 4), 'float32'), compare_intermediates=True)
     assert not report.ok
     assert report.first_difference.primitive == 'shard_map'
     assert 'the results are equal, but intermediate values are not' in str(report)
@@ -511,7 +511,7 @@ def test_inside_needs_a_compiled_step(helper):
         return jnp.cumsum(x)
 
     assert helper.verify(step, placed, seeds=1).ok
-    report = helper.verify(step, placed, seeds=1, inside=True)
+    report = helper.verify(step, placed, seeds=1, compare_intermediates=True)
     assert not report.ok
     assert 'in 1 of 1 result; intermediate values were not compared' in str(report)
     assert 'intermediate values were not compared: ArgumentError: step is not compiled' in str(report)

@@ -177,7 +177,7 @@ class TorusSegment:
     stride: int = 1
 
     @property
-    def ways(self) -> float:
+    def links_per_chip(self) -> float:
         """The links into the chip with the fewest of them: two in a ring, one at the end of a line."""
         return (2 if self.ring else 1) / self.stride
 

@@ -31,7 +31,9 @@ def mixing_lines(report: PropagationReport | None) -> Iterator[str]:
     gathered = sorted(report.gathered_examples, key=lambda row: -row.step_bytes)
     yield from _limited([*map(_gather_line, gathered)])
     redundant = [
-        work for work in report.redundant if work.of == 'examples' or work.flops > _MIN_SHARE * report.flops
+        work
+        for work in report.redundant
+        if work.operand_kind == 'examples' or work.flops > _MIN_SHARE * report.flops
     ]
     yield from _limited([*map(_redundant_line, redundant)])
     if gathered:

@@ -107,12 +107,12 @@ def link_fraction(kind: Kind, route: Route) -> float:
     """
     if kind != 'collective-permute' or not route.segments:
         return 1.0
-    return _permute_links(route) / sum(segment.ways for segment in route.segments)
+    return _permute_links(route) / sum(segment.links_per_chip for segment in route.segments)
 
 
 def _permute_links(route: Route) -> float:
     """Returns the number of links over which a device sends to its neighbour."""
-    return max(segment.ways / (2 if segment.ring else 1) for segment in route.segments)
+    return max(segment.links_per_chip / (2 if segment.ring else 1) for segment in route.segments)
 
 
 def _torus_seconds(kind: Kind, size: float, route: Route, hardware: Hardware) -> float:
@@ -125,11 +125,11 @@ def _torus_seconds(kind: Kind, size: float, route: Route, hardware: Hardware) ->
     latency = hop * sum(segment.hops for segment in route.segments)
     if kind in _ALL_TO_ALLS:
         box = math.prod(segment.length for segment in route.segments)
-        bisections = (link * segment.ways * box / segment.length for segment in route.segments)
+        bisections = (link * segment.links_per_chip * box / segment.length for segment in route.segments)
         return max(latency, max(size / 4 / bisection for bisection in bisections))
     has_ring = any(segment.ring for segment in route.segments)
     received = size if has_ring else size * (route.chips - 1) / route.chips
-    return max(latency, received / (link * sum(segment.ways for segment in route.segments)))
+    return max(latency, received / (link * sum(segment.links_per_chip for segment in route.segments)))
 
 
 def _switch_seconds(kind: Kind, size: float, route: Route, hardware: Hardware) -> float:

@@ -40,8 +40,8 @@ class RedundantWork:
     """Operations on one line that all devices repeat.
 
     Attributes:
-        of: their operands: ``'examples'`` that were gathered, a ``'weight'`` (or other state) that was
-            gathered, or ``'replicated'`` values, which no mesh axis ever sharded.
+        operand_kind: their operands: ``'examples'`` that were gathered, a ``'weight'`` (or other state) that
+            was gathered, or ``'replicated'`` values, which no mesh axis ever sharded.
         primitive: the JAX primitive.
         line: the line of the user's code, such as ``'model.py:12 layer'``.
         array: the dtype and the shape of the largest result.
@@ -50,7 +50,7 @@ class RedundantWork:
         count: the number of executions in a step.
     """
 
-    of: OperandKind
+    operand_kind: OperandKind
     primitive: str
     line: str
     array: str
@@ -150,10 +150,10 @@ class PropagationReport(Renderable):
             yield f'gathers or moves examples: {size}, because these operations mix examples'
         elif not moved_to_state:
             yield 'keeps its examples: no operation mixes examples'
-        for of, kind_text in _KIND_TEXTS.items():
-            works = [work for work in self.redundant if work.of == of]
+        for operand_kind, kind_text in _KIND_TEXTS.items():
+            works = [work for work in self.redundant if work.operand_kind == operand_kind]
             flops, result_bytes = sum(work.flops for work in works), sum(work.bytes for work in works)
-            if flops or (of == 'examples' and any(map(self._is_large, works))):
+            if flops or (operand_kind == 'examples' and any(map(self._is_large, works))):
                 share = f' ({100 * flops / self.flops:.1f} % of its FLOPs)' if self.flops else ''
                 yield (
                     f'repeats the work of other devices on {kind_text}: {human_flops(flops)}{share}, '
@@ -340,13 +340,13 @@ def _redundant_table(works: Sequence[RedundantWork]) -> Table:
         *(Column('line', 'lead'), Column('operation'), Column('on'), Column('largest result', 'code')),
         *(Column('count', 'number'), Column('FLOPs', 'number'), Column('results', 'number')),
     )
-    order = sorted(works, key=lambda work: work.of != 'examples')
+    order = sorted(works, key=lambda work: work.operand_kind != 'examples')
     rows: list[Row] = [
         [
             *(
                 work.line,
                 work.primitive,
-                _KIND_TEXTS[work.of],
+                _KIND_TEXTS[work.operand_kind],
                 work.array,
                 Cell(f'{work.count:,}', work.count),
             ),

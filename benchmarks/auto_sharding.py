@@ -1,4 +1,4 @@
-"""``--only found``: the rule that `scalax.plan.autoshard` finds for each model, beside the best known one.
+"""``--only auto_sharding``: the rule that `scalax.plan.autoshard` chooses for each model, beside a known one.
 
 The known ones are those of benchmarks/unchanged/tables.md, and of `updates`, by hand and partitioned, with
 several sizes of tp; the best of them has the least mean of the roofline's seconds with overlap and without
@@ -115,7 +115,7 @@ def strategy_results(models: Sequence[Model], task: Task) -> list[Result]:
 
 
 def search(model: Model, task: Task) -> AutoShardingResult:
-    """What is found for a model."""
+    """The result of auto-sharding for a model."""
     devices = task.strategies[0].helper(task.topology).mesh.size
     return autoshard(
         training_step(model, model.loss),
@@ -186,7 +186,7 @@ def show(topology: str, model: str, slices: int, budget: float) -> None:
     Raises:
         SystemExit: something is not installed, or nothing has such a name.
     """
-    with user_errors('found'):
+    with user_errors('auto_sharding'):
         models = chosen(model)
         if not models:
             raise SystemExit(f'no model holds {model!r} in its name: {"; ".join(NAMES)}')

@@ -5,8 +5,8 @@ import types
 import jax
 import pytest
 
-from benchmarks import found, updates
-from benchmarks.found import Result, Task
+from benchmarks import auto_sharding, updates
+from benchmarks.auto_sharding import Result, Task
 from benchmarks.unchanged import decoders
 from benchmarks.unchanged.measure import arguments, training_step
 from scalax.errors import MissingDependencyError, PlanError
@@ -51,9 +51,9 @@ def cells(line):
 
 
 def test_lines():
-    head, rule, *rows = found.lines(MODELS, Task('v5e:2x4'), known_results, search)
+    head, rule, *rows = auto_sharding.lines(MODELS, Task('v5e:2x4'), known_results, search)
     assert {len(line) for line in (head, rule, *rows)} == {len(head)}
-    assert cells(head) == list(found.TITLES)
+    assert cells(head) == list(auto_sharding.TITLES)
     assert cells(rows[0]) == [
         *(MODELS[0][0].name, 'FSDP x TP 2', '0.4', '0.2', '0.6', '-', '4 GiB'),
         *('fsdp 4 x tp 2', '0.875', '1.250', '0.750', '-', '2 GiB', '9', '89 s'),
@@ -71,30 +71,32 @@ def test_gpu_rows_have_the_time_of_the_schedule():
     def search(model, task):
         return types.SimpleNamespace(mesh={'fsdp': 8}, plan=of(0.12), num_trials=1, search_seconds=1)
 
-    *_, row = found.lines(MODELS[:1], Task('h100:8'), lambda *_: [Result.of('FSDP', of(0.15))], search)
+    *_, row = auto_sharding.lines(
+        MODELS[:1], Task('h100:8'), lambda *_: [Result.of('FSDP', of(0.15))], search
+    )
     assert cells(row)[5] == '0.15' and cells(row)[11] == '0.800'
 
 
 def test_results_name_their_strategy_and_leave_out_refused_plans(monkeypatch, capsys):
-    model, task = MODELS[0][0], types.SimpleNamespace(topology='', strategies=[found.FSDP])
+    model, task = MODELS[0][0], types.SimpleNamespace(topology='', strategies=[auto_sharding.FSDP])
 
     def plan(model, strategy, topology, variant):
         if variant == 'hand':
             raise PlanError('too odd')
         return plan_of(0.1, 0.2, 3)
 
-    monkeypatch.setattr(found, 'plan', plan)
+    monkeypatch.setattr(auto_sharding, 'plan', plan)
     by_other = types.SimpleNamespace(name=f'{model.name}, by MaxText')
-    results = found.strategy_results([model, by_other], task)
+    results = auto_sharding.strategy_results([model, by_other], task)
     assert [result.name for result in results] == ['FSDP, partitioned', 'FSDP, by MaxText, partitioned']
     assert f'{model.name}, FSDP, hand: too odd' in capsys.readouterr().err
 
 
 @pytest.mark.medium
 def test_chosen_rows_include_all_variants_of_a_model():
-    rows = found.chosen('')
-    assert [row[0].name for row in rows] == list(found.NAMES)
-    assert [model.name for model in found.chosen('LLaMA-3 8B')[0]] == [
+    rows = auto_sharding.chosen('')
+    assert [row[0].name for row in rows] == list(auto_sharding.NAMES)
+    assert [model.name for model in auto_sharding.chosen('LLaMA-3 8B')[0]] == [
         *('LLaMA-3 8B', 'LLaMA-3 8B, by MaxText', 'LLaMA-3 8B, by MaxText, width over tp'),
     ]
 
@@ -129,14 +131,14 @@ def test_strategies():
 
 
 def test_an_unknown_model_name_lists_the_names(monkeypatch):
-    assert 'LLaMA-3 8B; ' in ended(monkeypatch, '--only', 'found', '--model', 'nothing')
+    assert 'LLaMA-3 8B; ' in ended(monkeypatch, '--only', 'auto_sharding', '--model', 'nothing')
 
 
 def test_without_the_tpu_compiler(monkeypatch):
     def lines(*_):
         raise MissingDependencyError('TPU topologies need the TPU compiler')
 
-    monkeypatch.setattr(found, 'lines', lines)
-    assert ended(monkeypatch, '--only', 'found').endswith(
-        '`make bench ARGS="--only found"` installs all that the table needs'
+    monkeypatch.setattr(auto_sharding, 'lines', lines)
+    assert ended(monkeypatch, '--only', 'auto_sharding').endswith(
+        '`make bench ARGS="--only auto_sharding"` installs all that the table needs'
     )
