@@ -174,11 +174,11 @@ def test_options_are_those_of_the_function(job, monkeypatch):
     monkeypatch.setattr(_commands, 'verify_step', verify)
     command = ['verify', f'{job}:make_infinite', '--mesh', 'fsdp=4,tp=2']
     assert main([*command, '--seeds', '7', '--steps', '5']) == 2
-    assert options == {'seeds': 7, 'steps': 5, 'inside': False, 'config': None}
+    assert options == {'seeds': 7, 'steps': 5, 'compare_intermediates': False, 'config': None}
     assert main([*command, '--compare-intermediates']) == 2
-    assert options == {'seeds': 3, 'steps': 2, 'inside': True, 'config': None}
+    assert options == {'seeds': 3, 'steps': 2, 'compare_intermediates': True, 'config': None}
     parameters = inspect.signature(verify_step).parameters
-    assert [parameters[name].default for name in ('seeds', 'steps', 'inside')] == [3, 2, False]
+    assert [parameters[name].default for name in ('seeds', 'steps', 'compare_intermediates')] == [3, 2, False]
 
 
 @pytest.mark.medium
