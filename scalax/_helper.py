@@ -777,12 +777,8 @@ class MeshShardingHelper:
         from scalax._planning.report.make_plan import reject_misspelt, reject_own_argument
         from scalax._verification.verify import verify
 
-        all_options = {
-            'seeds': seeds,
-            'steps': steps,
-            'config': config,
-            'compare_intermediates': compare_intermediates,
-        }
+        all_options = {'seeds': seeds, 'steps': steps, 'config': config}
+        all_options['compare_intermediates'] = compare_intermediates
         reject_misspelt(fun, kwargs, all_options, 'verify')
         options = {name: value for name, value in all_options.items() if value is not None}
         for name in options if args or kwargs else ():
@@ -992,14 +988,12 @@ class MeshShardingHelper:
     @classmethod
     def get_global_mesh(cls) -> Mesh | None:
         """Returns the mesh of the active helper, or None."""
-        context = active_helper.current()
-        return context.helper.mesh if context else None
+        return context.helper.mesh if (context := active_helper.current()) else None
 
     @classmethod
     def get_global_annotation_shardings(cls) -> dict[str, RuleLike] | None:
         """Returns the active annotation bindings, including inherited ones, or None without a helper."""
-        context = active_helper.current()
-        return context.rules() if context else None
+        return context.rules() if (context := active_helper.current()) else None
 
     # `help` lists the members of a class in the order of `_fields`.
     _fields = ('__init__', *(name for name in vars() if not name.startswith('_')))
