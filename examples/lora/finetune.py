@@ -41,7 +41,7 @@ _CHECKPOINT = flags.DEFINE_string(
 )
 _TEXT = flags.DEFINE_list('text', [], "Files to train on. Default: Python's own documentation.")
 _OUTPUT = flags.DEFINE_string('output', 'runs/lora', 'Folder for the adapters.')
-_STEPS = flags.DEFINE_integer('steps', 60, 'Training steps, with those of an earlier run.', lower_bound=1)
+_STEPS = flags.DEFINE_integer('steps', 100, 'Training steps, with those of an earlier run.', lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer('batch_size', 16, 'Sequences in a batch.', lower_bound=1)
 _SEQUENCE_LENGTH = flags.DEFINE_integer('sequence_length', 64, 'Tokens in a sequence.', lower_bound=1)
 _RANK = flags.DEFINE_integer('rank', 8, 'Rank of the adapters.', lower_bound=1)

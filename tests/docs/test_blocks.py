@@ -17,6 +17,7 @@ SLOW = {
         'auto_sharding.md',
         'cookbook.md',
         'coming_from.md',
+        'lora.md',
         'pipeline_parallelism.md',
     )
 }
