@@ -53,7 +53,7 @@ _MESH = flags.DEFINE_list('mesh', ['-1', '2'], 'Sizes of the mesh axes fsdp and 
 _SAMPLE_MESH = flags.DEFINE_list(
     'sample_mesh', ['-1', '2', '2'], 'Sizes of the mesh axes data, kv and q, for sampling.'
 )
-_SAMPLE_LENGTH = flags.DEFINE_integer('sample_length', 32, 'Tokens to sample.', lower_bound=1)
+_SAMPLE_LENGTH = flags.DEFINE_integer('sample_length', 16, 'Tokens to sample.', lower_bound=1)
 
 
 class Text:
