@@ -1,8 +1,8 @@
 """`on_indivisible`: policies for a dimension that is not divisible by its mesh axes.
 
 A rule has a policy, and the helper has one for bare specs. ``'error'`` raises an error that names the leaf;
-``'replicate'`` drops mesh axes from the right until the dimension divides; ``'warn'`` does the same, with a
-warning. If several rules shard dimensions of one array, the strictest policy applies.
+``'replicate'`` drops mesh axes from the right until the dimension is divisible; ``'warn'`` does the same,
+with a warning. If several rules shard dimensions of one array, the strictest policy applies.
 """
 
 from __future__ import annotations

@@ -138,11 +138,6 @@ def test_one_transfer_for_all_leaves(monkeypatch):
     assert len(calls) == 1
 
 
-WHAT_TO_DO = (
-    'What to do: give arrays whose batch is divisible, or shard it over fewer axes with mesh_axis_subset.'
-)
-
-
 @pytest.mark.parametrize(
     ('data', 'options'),
     [
