@@ -150,7 +150,7 @@ def means(result):
 @tpu_compiler.newest
 @pytest.mark.parametrize(
     ('topology', 'slices', 'tokens', 'least', 'most'),
-    # Few tokens on slices of 16 chips, and more tokens on large slices (docs/planning.md).
+    # Few tokens on slices of 16 chips, and more tokens on large slices (docs/planning_search.md).
     [('v5e:4x4', 8, 512, 1.4, 1.8), ('v5p:4x4x4', 4, 1024, 0.6, 0.9)],
 )
 def test_8b_on_tpus(topology, slices, tokens, least, most):
