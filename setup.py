@@ -43,12 +43,15 @@ EXTRAS = {
         *DOCS,
         'build',
         'einops',
+        # equimo and mamba2-jax: models of other projects that examples train. equimo 2 needs Python 3.12.
+        'equimo>=2; python_version >= "3.12"',
         'equinox',
         'flatbuffers',
         # Libraries whose trees carry names of dimensions. haliax: the release runs on no JAX that we support.
         'flax>=0.12',
         'haliax==1.4.dev453',
         'hypothesis',
+        'mamba2-jax',
         'mypy',
         'psutil',
         'pytest>=9',  # ends a run that is stuck in code that Python cannot interrupt

@@ -1,6 +1,7 @@
 """Models that others wrote, as they publish them, with random weights.
 
-They are of Hugging Face's transformers, Google's tunix, Haiku, and AlphaFold; others.txt says which releases.
+They are from Hugging Face's transformers, Google's tunix, mamba2-jax, equimo, Haiku and AlphaFold; others.txt
+has the releases.
 """
 
 from __future__ import annotations
@@ -268,6 +269,8 @@ def models(size: Size) -> list[Model]:
     return [
         *(hugging_face(entry, size) for entry in HUGGING_FACE),
         *tunix(size),
+        mamba(size),
+        equimo(size),
         resnet(size),
         evoformer(size),
     ]
@@ -378,6 +381,62 @@ def of_nnx(nnx: Any, name: str, size: Size, make: Callable[..., Any]) -> Model:
         init=lambda key: nnx.split(make(rngs=nnx.Rngs(key)), nnx.Param, ...)[1],
         inputs=ids(8 if size == 'small' else 2048, 'tokens'),
         loss=loss,
+    )
+
+
+def mamba(size: Size) -> Model:
+    """Mamba-2 of mamba2-jax, in Flax NNX."""
+    from flax import nnx
+
+    mamba2: Any = importlib.import_module('mamba2_jax')
+    small = mamba2.Mamba2Config(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8, head_dim=8, chunk_size=4
+    )
+    make = functools.partial(mamba2.Mamba2ForCausalLM, small if size == 'small' else mamba2.Mamba2Config())
+    graph, _, rest = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), nnx.Param, ...)
+
+    def loss(params: Tree, batch: Tree, key: jax.Array) -> jax.Array:
+        logits = nnx.merge(graph, params, rest)(batch['tokens'])['logits']
+        return cross_entropy(logits, batch['labels'])
+
+    return model_of(
+        'Mamba-2 130M',
+        size,
+        init=lambda key: nnx.split(make(rngs=nnx.Rngs(key)), nnx.Param, ...)[1],
+        inputs=ids(8 if size == 'small' else 1024, 'tokens'),
+        loss=loss,
+        rows=4,
+    )
+
+
+def equimo(size: Size) -> Model:
+    """The vision transformer of equimo, in Equinox: it takes one image, and is mapped over several."""
+    eqx: Any = importlib.import_module('equinox')
+    vision: Any = importlib.import_module('equimo.vision.models')
+    small = {'img_size': 16, 'in_channels': 3, 'dim': 32, 'patch_size': 4, 'num_heads': [4], 'depths': [2]}
+    side = 16 if size == 'small' else 224
+
+    def make(key: jax.Array) -> Any:
+        if size == 'small':
+            return vision.VisionTransformer(**small, key=key)
+        return vision.vit_base_patch16_224(key=key)
+
+    shapes = eqx.filter_eval_shape(make, jax.random.key(0))
+    static = eqx.filter(shapes, lambda leaf: not isinstance(leaf, jax.ShapeDtypeStruct))
+
+    def loss(params: Tree, batch: Tree, key: jax.Array) -> jax.Array:
+        model, images = eqx.combine(params, static), batch['images'].astype(DTYPES[size])
+        keys = jax.random.split(key, len(images))
+        logits = jax.vmap(lambda image, key: model(image, key=key))(images, keys)
+        return cross_entropy(logits, batch['labels'])
+
+    return model_of(
+        'ViT-B/16, equimo',
+        size,
+        init=lambda key: eqx.filter(make(key), eqx.is_array),
+        inputs={'images': ((3, side, side), 'float32'), 'labels': ((), 'int32')},
+        loss=loss,
+        rows=32,
     )
 
 
