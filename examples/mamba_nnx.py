@@ -102,9 +102,7 @@ def count_right(model: Mamba2Forecaster, batch: Batch) -> jax.Array:
 
 if __name__ == '__main__':
     STEPS = flags.DEFINE_integer('steps', 100, 'Training steps.', lower_bound=1)
-    DEVICES = flags.DEFINE_integer(
-        'devices', None, 'The number of devices to use, or to simulate.', lower_bound=1
-    )
+    DEVICES = flags.DEFINE_integer('devices', None, 'How many devices to use, or to simulate.', lower_bound=1)
     PLAN = flags.DEFINE_bool('plan', False, 'Print the plan of the step.')
     VERIFY = flags.DEFINE_bool('verify', False, 'Compare the step with the same step on one device.')
 

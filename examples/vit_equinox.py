@@ -18,7 +18,6 @@ if __spec__ is None:  # run as a file, not with -m: import from the root of the 
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import einops
-import equimo.vision.models as em
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -36,11 +35,11 @@ Batch = dict[str, jax.Array]
 
 BATCH_SIZE = 64
 LAYERS = 2
-OPTIMIZER = optax.adamw(2e-3)
+OPTIMIZER = optax.adamw(3e-3)
 
 
 def main(
-    steps: int = 100, devices: int | None = None, plan: bool = False, verify: bool = False
+    steps: int = 200, devices: int | None = None, plan: bool = False, verify: bool = False
 ) -> list[float]:
     """Trains on four fifths of the digits, prints the accuracy on the last fifth, and returns the losses."""
     helper = MeshShardingHelper([-1], ['fsdp'], devices=choose_devices(devices))
@@ -74,13 +73,15 @@ def reshape(digits: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {**digits, 'image': einops.rearrange(digits['image'], 'n (h w) -> n 1 h w', h=8)}
 
 
-def make(key: jax.Array) -> em.VisionTransformer:
+def make(key: jax.Array) -> eqx.Module:
     """Returns the model, for images of one channel."""
+    import equimo.vision.models as em  # imported after `choose_devices`, because the import uses the devices
+
     sizes = {'img_size': 8, 'patch_size': 2, 'dim': 64, 'num_heads': [4], 'depths': [LAYERS]}
     return em.VisionTransformer(in_channels=1, num_classes=10, drop_path_rate=0.1, **sizes, key=key)
 
 
-def with_arrays(arrays: Any) -> em.VisionTransformer:
+def with_arrays(arrays: Any) -> eqx.Module:
     """Returns the model with these arrays; its other leaves, such as dropout rates, are those of `make`."""
     shapes = eqx.filter_eval_shape(make, jax.random.key(0))
     static = eqx.filter(shapes, lambda leaf: not isinstance(leaf, jax.ShapeDtypeStruct))
@@ -117,10 +118,8 @@ def count_right(arrays: Any, batch: Batch) -> jax.Array:
 
 
 if __name__ == '__main__':
-    STEPS = flags.DEFINE_integer('steps', 100, 'Training steps.', lower_bound=1)
-    DEVICES = flags.DEFINE_integer(
-        'devices', None, 'The number of devices to use, or to simulate.', lower_bound=1
-    )
+    STEPS = flags.DEFINE_integer('steps', 200, 'Training steps.', lower_bound=1)
+    DEVICES = flags.DEFINE_integer('devices', None, 'How many devices to use, or to simulate.', lower_bound=1)
     PLAN = flags.DEFINE_bool('plan', False, 'Print the plan of the step.')
     VERIFY = flags.DEFINE_bool('verify', False, 'Compare the step with the same step on one device.')
 

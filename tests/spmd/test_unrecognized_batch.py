@@ -64,6 +64,14 @@ def test_a_request_for_partitioning_warns_once(helper, options, why, remedy):
     assert warned[0].filename == __file__
 
 
+def test_on_one_device_the_report_blames_the_mesh_and_not_the_specs():
+    helper = MeshShardingHelper([1], ['fsdp'], devices=jax.devices()[:1])
+    report = helper.sjit(product, in_shardings=(FSDP, P('fsdp'))).explain_propagation(W, X)
+    assert str(report) == (
+        'product is not partitioned along its batch: the mesh axes of its specs have one device'
+    )
+
+
 @each_case
 def test_without_a_request_the_report_gives_the_reason(helper, options, why, remedy):
     step = helper.sjit(product, **options)

@@ -31,6 +31,7 @@ _EXPLICIT = 'on Explicit mesh axes, shardings are part of types'
 _SPECS_ALONE = 'specs place all arguments, and batch_argnums does not name the batch among them'
 _TURNED_OFF = 'partition_batch=False of the helper turns it off'
 _NOT_SHARDED = 'no array in the arguments of batch_argnums or batch_argnames is sharded over several devices'
+_ONE_DEVICE = 'the mesh axes of its specs have one device'
 _NO_BATCH = (
     'no argument looks like a batch (sharded by a spec, while a rule shards another argument), and no '
     'constraint in the function shards a batch that it makes'
@@ -122,6 +123,9 @@ def _why_no_batch(rules: FunctionRules, call: Call) -> str:
         return _TURNED_OFF
     specified = [slot_rules for slot_rules in _rules_by_slot(rules, call).values() if slot_rules]
     sharding = [slot_rules for slot_rules in specified if any(map(_axes_of_spec, slot_rules))]
+    axes = {axis for slot_rules in sharding for rule in slot_rules for axis in _axes_of_spec(rule)}
+    if axes and all(rules.mesh.shape[axis] == 1 for axis in axes):
+        return _ONE_DEVICE
     if len(sharding) > 1 and all(map(_are_specs, specified)):
         return _SPECS_ALONE
     return _NO_BATCH
