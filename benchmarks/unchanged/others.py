@@ -393,7 +393,8 @@ def mamba(size: Size) -> Model:
         vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8, head_dim=8, chunk_size=4
     )
     make = functools.partial(mamba2.Mamba2ForCausalLM, small if size == 'small' else mamba2.Mamba2Config())
-    graph, _, rest = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), nnx.Param, ...)
+    graph, *states = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), nnx.Param, ...)
+    _, rest = states
 
     def loss(params: Tree, batch: Tree, key: jax.Array) -> jax.Array:
         logits = nnx.merge(graph, params, rest)(batch['tokens'])['logits']
