@@ -226,7 +226,7 @@ def _meshes(result: AutoShardingResult) -> Table:
     columns = [
         Column('mesh', 'lead'),
         Column('batch', 'code'),
-        *(Column(head, 'number', milliseconds) for head in ('seconds', 'at least', 'at most')),
+        *(Column(head, 'number', milliseconds) for head in ('seconds', 'at least', 'serial')),
         Column('memory', 'number', human_bytes),
         Column('outcome', 'wide'),
     ]
