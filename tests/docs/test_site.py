@@ -135,7 +135,7 @@ def test_names_in_tables_break_at_their_parts(site: Path) -> None:
         breakable('<code>plan.work_done &gt; 0.5</code>') == '<code>plan.<wbr>work_<wbr>done &gt; 0.5</code>'
     )
     page = (site / 'estimates.html').read_text(encoding='utf-8')
-    assert '<code>flops_<wbr>per_<wbr>second</code>' in page and '<ol start="14">' in page
+    assert '<code>flops_<wbr>per_<wbr>second</code>' in page
     index = (site / 'search' / 'search_index.json').read_text(encoding='utf-8')
     assert 'flops_per_second' in index
 
