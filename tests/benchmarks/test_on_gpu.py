@@ -47,7 +47,7 @@ def test_the_page_has_a_row_for_each_step():
     part = page[page.index('## Steps that ran') :]
     rows = [
         line.split('|')[1].strip()
-        for line in part[: part.index('What kernels took')].splitlines()
+        for line in part[: part.index('Kernel times')].splitlines()
         if '|' in line
     ]
     assert rows[2:] == list(on_gpu.STEPS)
