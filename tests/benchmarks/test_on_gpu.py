@@ -46,8 +46,6 @@ def test_the_page_has_a_row_for_each_step():
     page = (ROOT / 'docs' / 'estimates.md').read_text(encoding='utf-8')
     part = page[page.index('## Steps that ran') :]
     rows = [
-        line.split('|')[1].strip()
-        for line in part[: part.index('Kernel times')].splitlines()
-        if '|' in line
+        line.split('|')[1].strip() for line in part[: part.index('Kernel times')].splitlines() if '|' in line
     ]
     assert rows[2:] == list(on_gpu.STEPS)
