@@ -94,6 +94,11 @@ print(search_on_gpus())
 # %% [markdown]
 # ## On TPUs you don't have
 #
+# The cell below compiles in the notebook's own process, so a crash of the TPU compiler ends the notebook. To
+# plan safely, write the step to a file, run `!scalax plan train.py:make_step ... --json > plan.json`, and
+# load the result with `Plan.load('plan.json')`
+# ([how](../planning_tpu.md#when-the-compiler-crashes-or-ends-a-notebook)).
+#
 # A quick plan stops after the TPU compiler has assigned memory. For exact figures use `quick=False`, which
 # also generates code. (**Slow**: takes up to a minute. Needs the TPU compiler.)
 
