@@ -28,18 +28,19 @@ _PAGE = _ROOT / 'docs' / 'verification_coverage.md'
 _HEAD = """\
 # Faults that verify finds
 
-[`helper.verify`](verify.md) is tested with the {faults} steps below, which give wrong results on a mesh
-without an error. It finds all of them, and reports nothing for {sound} correct steps that look suspicious.
+The tests run [`helper.verify`](verify.md) on the {faults} faulty steps below. All but one (a donated
+buffer, which raises an error) silently give wrong results on a mesh. `verify` finds all of them, and
+reports nothing for {sound} correct steps that look suspicious.
 
-If `verify` reports a step of yours, look for its first operation in the tables: they show whether XLA, your
-code or scalax is the likely cause. The list is from JAX {jax}; earlier versions have more faults of XLA.
-`make verify` runs all steps.
+If `verify` reports a step of yours, look for its first operation in the tables: they show whether XLA,
+your code or scalax is the likely cause. The results are from JAX {jax}; with earlier versions, XLA has
+more faults. To run all steps, run `make verify`.
 
 - **Result**: the element with the largest error on the mesh, and in brackets its value on one device.
-- **First operation**: the first one that differs, and its function; for a `shard_map`, the collectives
-  inside.
-- **Gone without**: the change that removes the difference: no partitioning along the batch, no pipelining,
-  or no argument sharded over a mesh axis.
+- **First operation**: the first operation whose result differs, and in brackets its function. For a
+  `shard_map` with collectives, the brackets list these instead.
+- **Gone without**: the difference disappears without this feature or mesh axis: partitioning along the
+  batch, pipelining, or arguments sharded over the named axis.
 """
 _SECTIONS = {
     'partitioner': '## Faults of XLA\n',
