@@ -8,7 +8,7 @@ without such an argument may make its batch itself, and shard it by a constraint
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,6 @@ from scalax._core.pytree.paths import optional_path
 from scalax._jaxpr.dim_sharding import UNSHARDED, DimSharding, axes_of, of_sharding, only_along, without
 from scalax._spmd.batch.batch_arguments import BatchArguments
 from scalax._spmd.batch.batch_sources import batch_sources
-from scalax._spmd.batch.tensor_parallel_axes import tensor_parallel_axes
 from scalax.errors import ArgumentError
 from scalax.rules._rule import is_rule
 
@@ -153,23 +152,19 @@ def find_batch_made_inside(call: Call, shardings: Shardings, jaxpr: Any) -> Batc
     )
 
 
-def without_tensor_parallel_axes(
-    call: Call, batch: BatchArguments, shardings: Shardings, jaxpr: Any, sizes: Mapping[str, int]
+def without_batch_axes(
+    call: Call, batch: BatchArguments, shardings: Shardings, axes: frozenset[str]
 ) -> BatchArguments | None:
-    """Returns a batch without the axes that shard features in its function; None if no other axes shard it.
+    """Returns a batch without some of its axes; None if no other axes shard it.
 
     Args:
         call: the call.
         batch: its batch.
         shardings: the shardings of the arguments inside the function.
-        jaxpr: the jaxpr of the function.
-        sizes: the mesh axes and their sizes.
+        axes: the axes that are not batch axes.
     """
-    tensor_parallel = tensor_parallel_axes(jaxpr, batch, sizes)
-    if not tensor_parallel:
-        return batch
     is_batch = [batch.example_dim(i) is not None for i in range(len(call.leaves))]
-    return _batch_along(call, shardings, is_batch, batch.batch_axes - tensor_parallel)
+    return _batch_arguments(call, shardings, is_batch, axes)
 
 
 def _dim_shardings(call: Call, shardings: Shardings) -> list[DimSharding]:
@@ -179,23 +174,23 @@ def _dim_shardings(call: Call, shardings: Shardings) -> list[DimSharding]:
     ]
 
 
-def _batch_arguments(call: Call, shardings: Shardings, is_batch: Sequence[bool]) -> BatchArguments | None:
-    """Returns the batch arguments for these flags of the leaves, or None if no axis shards the batch."""
+def _batch_arguments(
+    call: Call, shardings: Shardings, is_batch: Sequence[bool], excluded: frozenset[str] = frozenset()
+) -> BatchArguments | None:
+    """Returns the batch arguments for these flags of the leaves, or None if no axis shards the batch.
+
+    Args:
+        call: the call.
+        shardings: the shardings of its arguments.
+        is_batch: for each leaf, whether it is part of the batch.
+        excluded: axes that are not batch axes.
+    """
     if not any(is_batch):
         return None
-    batch = [
-        x for x, in_batch in zip(_dim_shardings(call, shardings), is_batch, strict=True) if in_batch and x
-    ]
-    return _batch_along(call, shardings, is_batch, batch_axes(batch))
-
-
-def _batch_along(
-    call: Call, shardings: Shardings, is_batch: Sequence[bool], axes: frozenset[str]
-) -> BatchArguments | None:
-    """Returns the batch arguments for these flags of the leaves; None if there are no batch axes."""
+    dim_shardings = list(zip(_dim_shardings(call, shardings), is_batch, strict=True))
+    axes = batch_axes([sharding for sharding, in_batch in dim_shardings if in_batch and sharding]) - excluded
     if not axes:
         return None
-    dim_shardings = list(zip(_dim_shardings(call, shardings), is_batch, strict=True))
     return BatchArguments(
         [sharding if in_batch else without(sharding, axes) for sharding, in_batch in dim_shardings],
         [UNSHARDED if in_batch else only_along(sharding, axes) for sharding, in_batch in dim_shardings],

@@ -28,7 +28,7 @@ from scalax._compile.sjit.find_batch import (
     TENSOR_PARALLEL,
     find_batch,
     find_batch_made_inside,
-    without_tensor_parallel_axes,
+    without_batch_axes,
 )
 from scalax._compile.sjit.program_table import Pipelines, TraceCacheEntry
 from scalax._core.context import active_helper
@@ -42,6 +42,7 @@ from scalax._core.pytree.paths import path_string
 from scalax._core.util import lru_cache
 from scalax._jax import rewriting
 from scalax._jax.tracing import is_compiled, is_opaque, memory_space, type_of
+from scalax._spmd.batch.tensor_parallel_axes import tensor_parallel_axes
 from scalax._spmd.options import DEFAULT
 from scalax._spmd.pipelines.config import Pipeline
 from scalax.errors import (
@@ -187,9 +188,8 @@ class TracedFunction:
         jaxpr = jax.make_jaxpr(named_function, static_argnums=call.layout.static)(*flat_args)
         if entry.batch is None:
             entry.batch = find_batch_made_inside(call, inner_shardings, jaxpr)
-        elif pipeline is None:
-            sizes = self._mesh.shape
-            entry.batch = without_tensor_parallel_axes(call, entry.batch, inner_shardings, jaxpr, sizes)
+        elif pipeline is None and (axes := tensor_parallel_axes(jaxpr, entry.batch, self._mesh.shape)):
+            entry.batch = without_batch_axes(call, entry.batch, inner_shardings, axes)
             entry.partitioned = TENSOR_PARALLEL if entry.batch is None else None
         opaque_avals = [aval for aval in (*jaxpr.in_avals, *jaxpr.out_avals) if is_opaque(aval)]
         if entry.batch is not None and opaque_avals:
