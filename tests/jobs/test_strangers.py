@@ -264,10 +264,12 @@ def test_longest_silent_connection_is_closed_for_another(monkeypatch: pytest.Mon
     monkeypatch.setattr(listener, 'MAX_UNAUTHENTICATED', 2)
     monkeypatch.setattr(listener, '_MIN_SECONDS', 0.0)
     with Sender('localhost:0') as sender, contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(connected(sender)) for _ in range(3)]
-        assert len(rest_of(strangers[0])) == GREETING
-        assert lines.client_handshake(strangers[2], b'', LONG)
-        assert lines.client_handshake(strangers[1], b'', LONG)
+        first = stack.enter_context(connected(sender))
+        assert len(first.recv(GREETING, socket.MSG_WAITALL)) == GREETING  # its thread has started
+        second, third = [stack.enter_context(connected(sender)) for _ in range(2)]
+        assert rest_of(first) == b''
+        assert lines.client_handshake(third, b'', LONG)
+        assert lines.client_handshake(second, b'', LONG)
 
 
 def test_connection_limit(monkeypatch: pytest.MonkeyPatch) -> None:
