@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from examples.launch.ports import held_port
+from scalax._jax import device_queue
 from scalax._jax.device_queue import drain, fence_program, pending_arrays
 from tests.support.contracts import contract
 from tests.support.threads import in_threads
@@ -84,8 +85,15 @@ def test_pending_arrays_are_not_computed_yet() -> None:
     assert not any(array is result for array in pending_arrays('cpu'))
 
 
-def test_drain_returns_the_errors_of_failed_arrays() -> None:
+def test_drain_returns_the_errors_of_failed_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = Waiting()
+
+    def fail_once_listed(platform: str) -> list[jax.Array]:
+        arrays = pending_arrays(platform)
+        waiting.may_end.set()
+        return arrays
+
+    monkeypatch.setattr(device_queue, 'pending_arrays', fail_once_listed)
 
     def fail(rows: np.ndarray) -> np.ndarray:
         waiting.may_end.wait(LONGEST_S)
@@ -96,7 +104,6 @@ def test_drain_returns_the_errors_of_failed_arrays() -> None:
         with contract('raises where an array is waited for that never comes', 'to go on at exit'):
             # JAX keeps the error of the callback for the effects_barrier of the thread that made the call.
             [result] = in_threads(lambda _: failing(waiting.rows), count=1)
-            threading.Timer(0.5, waiting.may_end.set).start()
             [(arrays, error)] = drain('cpu')
             assert len(arrays) == 1 and arrays[0] is result
             assert 'lost' in str(error)

@@ -25,6 +25,9 @@ PROGRAM = ['-m', 'tests.support.jobs_program']
 MANY, FEW = '1GiB', '128'
 ADDRESS = re.compile(r'^at (\S+)\.$', re.MULTILINE)
 LONG, SHORT = 200, 5  # seconds to wait for what comes, and for what does not
+SILENCE = (
+    15  # seconds without a response after which a process counts as stopped: a slow one responds in time
+)
 
 
 def job(port: int, processes: int, devices: int) -> list[dict[str, str]]:
@@ -41,19 +44,19 @@ def two_jobs(
     *,
     times: int = 1,
     waits: tuple[int, int] = (LONG, LONG),
-    timeout: int = LONG,
+    timeouts: tuple[int, int] = (LONG, LONG),
     memory: str = MANY,
     faults: tuple[str, str] = ('', ''),
 ) -> Iterator[tuple[Running, Running]]:
     """Starts a sender and a receiver, each given as (processes, devices per process)."""
-    common = [str(timeout), memory]
     with held_port() as port, held_port() as other, contextlib.ExitStack() as stack:
-        sending = [*PROGRAM, 'send', str(times), str(waits[0]), *common, faults[0]]
+        sending = [*PROGRAM, 'send', str(times), str(waits[0]), str(timeouts[0]), memory, faults[0]]
         first = stack.enter_context(started(*[sending] * senders[0], env=job(port, *senders)))
         first.wait_for(ADDRESS)
         match = ADDRESS.search(first.output())
         assert match is not None
-        receiving = [*PROGRAM, 'receive', str(times), str(waits[1]), *common, faults[1], match[1]]
+        receiving = [*PROGRAM, 'receive', str(times), str(waits[1]), str(timeouts[1]), memory]
+        receiving += [faults[1], match[1]]
         yield first, stack.enter_context(started(*[receiving] * receivers[0], env=job(other, *receivers)))
 
 
@@ -83,12 +86,12 @@ KILL, STOP = int(signal.SIGKILL), int(signal.SIGSTOP)
 GONE = 'receive: process 0 of the sender at ADDRESS is gone: it ended, or closed its Sender'
 SILENT = 'receive: process 0 of the sender at ADDRESS did not answer within {} s: it hangs, or is stopped'
 LEFT = 'Sender.send: process 0 of the receiver left before all processes had everything'
-UNHEARD = 'Sender.send: nothing was heard from these processes of the receiver for 5 s: 0'
+UNHEARD = f'Sender.send: nothing was heard from these processes of the receiver for {SILENCE} s: 0'
 FAULTS_OF_THE_SENDER = {
     f'0 {KILL} join 1': GONE,
     f'0 {STOP} join 1': SILENT.format(10),
     f'0 {KILL} parts 3': GONE,
-    f'0 {STOP} parts 3': SILENT.format(5),
+    f'0 {STOP} parts 3': SILENT.format(SILENCE),
 }
 FAULTS_OF_THE_RECEIVER = {
     f'0 {KILL} parts 3': LEFT,
@@ -109,7 +112,7 @@ def sent_to_itself(tree: Any, **options: Any) -> Any:
     with Sender('localhost:0') as sender:
         sending = threading.Thread(target=sender.send, args=[helper.shard(tree, PartitionSpec())])
         sending.start()
-        got = receive(helper, sender.address, PartitionSpec(), timeout=SHORT, **options)
+        got = receive(helper, sender.address, PartitionSpec(), timeout=LONG, **options)
         sending.join(LONG)
     return got
 
@@ -170,7 +173,7 @@ def test_processes_that_send_different_trees(monkeypatch: pytest.MonkeyPatch) ->
         for thread in threads:
             thread.start()
         with pytest.raises(TransferError) as error:
-            receive(helper, first.address, PartitionSpec(), timeout=SHORT)
+            receive(helper, first.address, PartitionSpec(), timeout=LONG)
         assert str(error.value) == (
             f'receive: process 1 of the sender at {other.address} sends another tree than process 0: all '
             'processes have to call send'
@@ -313,7 +316,8 @@ def fault_of(running: Running) -> str:
 @pytest.mark.medium
 @pytest.mark.parametrize('fault', rare(FAULTS_OF_THE_SENDER))
 def test_a_sender_fails(fault: str) -> None:
-    with two_jobs(waits=(LONG, SHORT), timeout=SHORT, memory=FEW, faults=(fault, '')) as (_, second):
+    waits = LONG, SHORT if fault == f'0 {STOP} join 1' else LONG
+    with two_jobs(waits=waits, timeouts=(LONG, SILENCE), memory=FEW, faults=(fault, '')) as (_, second):
         assert fault_of(second) == FAULTS_OF_THE_SENDER[fault]
         assert 'received' not in second.output()
 
@@ -321,6 +325,6 @@ def test_a_sender_fails(fault: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize('fault', rare(FAULTS_OF_THE_RECEIVER))
 def test_a_receiver_fails(fault: str) -> None:
-    with two_jobs(timeout=SHORT, memory=FEW, faults=('', fault)) as (first, _):
+    with two_jobs(timeouts=(SILENCE, LONG), memory=FEW, faults=('', fault)) as (first, _):
         assert fault_of(first) == FAULTS_OF_THE_RECEIVER[fault]
         assert 'sent' not in first.output()

@@ -143,8 +143,8 @@ def compiled() -> dict[str, str]:
 
     An entry that is half written, or whose writer was killed, is compiled again.
     """
-    quiet = 'ignore:Error reading persistent compilation cache entry'
-    warnings = [*filter(None, [os.environ.get('PYTHONWARNINGS')]), quiet]
+    quiet = [f'ignore:Error {action} persistent compilation cache entry' for action in ('reading', 'writing')]
+    warnings = [*filter(None, [os.environ.get('PYTHONWARNINGS')]), *quiet]
     folder = os.environ['SCALAX_TESTS_COMPILED']
     return {'JAX_COMPILATION_CACHE_DIR': folder, 'PYTHONWARNINGS': ','.join(warnings)}
 

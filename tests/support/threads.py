@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 COUNT = 16
-LONGEST_S = 50
+LONGEST_S = 200
 
 
 def in_threads(work: Callable[[int], Any], count: int = COUNT) -> list[Any]:

@@ -130,9 +130,9 @@ def open_devices(facts: Mapping[str, str], timeout: float) -> Opened:
         messages: list[dict[str, Any]] = []
         # The thread also closes the pipe: if a process keeps the other end open, only the thread waits.
         reader = threading.Thread(target=_read, args=(read_end, messages), daemon=True)
-        reader.start()
         start = time.monotonic()
         try:
+            reader.start()
             process.wait(timeout)
         except subprocess.TimeoutExpired:
             pass

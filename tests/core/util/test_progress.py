@@ -48,7 +48,7 @@ def terminal(monkeypatch):
 
 
 def until(condition):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 200  # on a busy machine
     while not condition():
         assert time.monotonic() < deadline, 'there was no message'
         time.sleep(0.002)
@@ -62,17 +62,26 @@ def on_screen(text):
     return line.rstrip()
 
 
+def without_seconds(text):
+    """The text with another number of seconds, which is 0 unless the machine is busy."""
+    return re.sub(r'\d+ s$', 'N s', text)
+
+
+def shows(terminal, text):
+    return without_seconds(on_screen(terminal.getvalue())) == text
+
+
 def waiting_threads():
     return [thread for thread in threading.enumerate() if thread.name == 'scalax-waiting']
 
 
 def test_a_line_on_a_terminal(terminal):
     with progress('compiling step', LOG) as update:
-        until(lambda: on_screen(terminal.getvalue()) == 'compiling step ... 0 s')
+        until(lambda: shows(terminal, 'compiling step ... N s'))
         update('3 of 12: fsdp=8')
-        until(lambda: on_screen(terminal.getvalue()) == 'compiling step 3 of 12: fsdp=8 ... 0 s')
+        until(lambda: shows(terminal, 'compiling step 3 of 12: fsdp=8 ... N s'))
         update('')
-        until(lambda: on_screen(terminal.getvalue()) == 'compiling step ... 0 s')
+        until(lambda: shows(terminal, 'compiling step ... N s'))
     assert on_screen(terminal.getvalue()) == ''
     assert not waiting_threads()
 
@@ -128,11 +137,13 @@ def test_notebooks_show_the_line(terminal, monkeypatch):
 
 def test_messages_where_there_is_no_line(caplog):
     caplog.set_level(logging.INFO, 'scalax')
+    updated = 'loading weights 3 of 16 GiB ... N s'
     with progress('loading weights', LOG) as update:
         update('3 of 16 GiB')
-        until(lambda: len(caplog.messages) > 1)
-    assert caplog.messages[0] == 'loading weights 3 of 16 GiB ... 0 s'
-    assert all(re.fullmatch(r'loading weights 3 of 16 GiB \.\.\. \d+ s', text) for text in caplog.messages)
+        until(lambda: [*map(without_seconds, caplog.messages)].count(updated) > 1)
+    texts = [*map(without_seconds, caplog.messages)]
+    before = texts.index(updated)  # a busy machine may take longer to update than until the first message
+    assert set(texts[:before]) <= {'loading weights ... N s'} and set(texts[before:]) == {updated}
     assert {record.name for record in caplog.records} == {LOG.name}
 
 
@@ -158,7 +169,7 @@ def test_only_the_outer_block_reports(terminal):
 
 def test_only_the_first_call_reports_compilation(terminal):
     def step(x):
-        until(lambda: on_screen(terminal.getvalue()) == 'compiling step ... 0 s')
+        until(lambda: shows(terminal, 'compiling step ... N s'))
         return x + 1
 
     compiled = MeshShardingHelper([-1], ['fsdp']).sjit(step)

@@ -6,12 +6,20 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from types import SimpleNamespace
 
 import pytest
 
 from examples.launch.ports import held_port
-from scalax._diagnostics.doctor import Diagnosis, device_process, diagnose, diagnosis, environment
+from scalax._diagnostics.doctor import (
+    Diagnosis,
+    device_process,
+    devices,
+    diagnose,
+    diagnosis,
+    environment,
+)
 from scalax._diagnostics.doctor.devices import Opened, _disagreements, _known_cure, open_devices
 from scalax._diagnostics.doctor.environment import Finding
 from tests.support import ROOT
@@ -307,21 +315,44 @@ def test_devices_not_opened_by_jax(monkeypatch, present, platform, opened, expec
     assert diagnose().findings == tuple(expected)
 
 
+WRITES_ITS_ID = (
+    'import os, time\nopen("pid", "w").write(str(os.getpid()))\nopen("both", "w").close()\ntime.sleep(300)\n'
+)
+
+
 @pytest.mark.medium
 def test_ctrl_c_ends_the_other_process(begin, tmp_path):
-    begin(
-        'import os, time\n'
-        'open("pid", "w").write(str(os.getpid()))\n'
-        'open("both", "w").close()\n'
-        'time.sleep(300)\n'
-    )
+    begin(WRITES_ITS_ID)
+
+    def waits_for_the_process():
+        top = sys._current_frames()[threading.main_thread().ident]
+        return any(frame.f_code is subprocess.Popen.wait.__code__ for frame, _ in traceback.walk_stack(top))
 
     def press():
-        while not (tmp_path / 'both').exists():
+        while not ((tmp_path / 'both').exists() and waits_for_the_process()):
             time.sleep(0.1)
-        os.kill(os.getpid(), 2)
+        os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=press, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        open_devices({}, LONG)
+    assert not _runs(int((tmp_path / 'pid').read_text()))
+
+
+@pytest.mark.medium
+def test_ctrl_c_before_the_wait_ends_the_other_process(begin, tmp_path, monkeypatch):
+    begin(WRITES_ITS_ID)
+
+    class Interrupted(threading.Thread):
+        def start(self):
+            while not (tmp_path / 'both').exists():
+                time.sleep(0.1)
+            raise KeyboardInterrupt
+
+        def join(self, timeout=None):
+            pass
+
+    monkeypatch.setattr(devices, 'threading', SimpleNamespace(Thread=Interrupted))
     with pytest.raises(KeyboardInterrupt):
         open_devices({}, LONG)
     assert not _runs(int((tmp_path / 'pid').read_text()))

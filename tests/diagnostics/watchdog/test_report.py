@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -232,7 +233,7 @@ def test_process_0_does_not_listen_to_other_machines_without_a_secret() -> None:
 
 def test_messages_of_all_do_not_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(watch.time, 'sleep', slept.append)
+    monkeypatch.setattr(watch, 'time', SimpleNamespace(sleep=slept.append))  # of no other thread
     for process in (0, 1024, 2048):
         watch.Watchdog('localhost:9', process, 4096, None, 20).run()  # ends: nothing is joined here
     assert slept == [0.0, 0.625, 1.25]
@@ -270,7 +271,8 @@ def test_functions_of_phases_exist() -> None:
 def test_bound_of_a_step(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One process has steps of one second, and then a step that ended 25 and 35 seconds ago."""
     clock = [0.0]
-    monkeypatch.setattr(state.time, 'monotonic', lambda: clock[0])
+    for module in (state, watch):
+        monkeypatch.setattr(module, 'time', SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(state.recorded, 'step', (0, 0.0, 0))
     monkeypatch.setattr(state.recorded, 'thread', threading.get_ident())
     watchdog = watch.Watchdog('localhost:0', 0, 1, None, 20)

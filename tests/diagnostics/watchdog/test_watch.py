@@ -51,13 +51,17 @@ def training(*arguments: str, slurm: bool = False, secret: str = '') -> Iterator
                     process.kill()
 
 
-def said(two: Running, index: int) -> str:
-    """Waits for the report of a process, and returns it without its seconds."""
-    two.wait_for(re.compile(r'What to do: .*\n'), index)
-    text = two.output(index)
-    lines = re.search(r'^\d+ s have passed.*?^What to do: [^\n]*$', text, re.MULTILINE | re.DOTALL)
-    assert lines, text
-    return re.sub(r'\d+ s\b', 'N s', re.sub(r'takes [\d.]+ s', 'takes N s', lines[0]))
+def said(two: Running, index: int, text: str = '') -> str:
+    """Waits for the report of a process that contains a text, and returns it without its seconds.
+
+    If a busy machine delays a step for seconds, there is a report of that first.
+    """
+    lines = rf'^\d+ s have passed(?:(?!^What to do: ).)*{re.escape(text)}.*?^What to do: [^\n]*\n'
+    pattern = re.compile(lines, re.MULTILINE | re.DOTALL)
+    two.wait_for(pattern, index)
+    report = pattern.search(two.output(index))
+    assert report
+    return re.sub(r'\d+ s\b', 'N s', re.sub(r'takes [\d.]+ s', 'takes N s', report[0].rstrip('\n')))
 
 
 def expected(stuck: Running, index: int, how: str, what: str, address: str) -> str:
@@ -106,8 +110,8 @@ def test_one_that_is_stopped(
     with training('nothing', '2', slurm=slurm, secret=secret) as (two, _):
         two.wait_for('did 12\n', index)
         two.processes[index].send_signal(signal.SIGSTOP)
-        text = said(two, 1 - index)
         pid = two.processes[index].pid
+        text = said(two, 1 - index, f'pid {pid}) is stopped, ')
         assert f'pid {pid}) is stopped, dead or out of reach; last: ' in text
         assert re.search(r', after step \d+.*; silent for N s\n', text)
         assert text.count('process ') == 1
