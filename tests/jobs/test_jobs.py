@@ -25,9 +25,7 @@ PROGRAM = ['-m', 'tests.support.jobs_program']
 MANY, FEW = '1GiB', '128'
 ADDRESS = re.compile(r'^at (\S+)\.$', re.MULTILINE)
 LONG, SHORT = 200, 5  # seconds to wait for what comes, and for what does not
-SILENCE = (
-    15  # seconds without a response after which a process counts as stopped: a slow one responds in time
-)
+SILENCE = 15  # seconds without a response after which a process counts as stopped, even on a busy machine
 
 
 def job(port: int, processes: int, devices: int) -> list[dict[str, str]]:

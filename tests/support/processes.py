@@ -32,7 +32,7 @@ from examples.launch.ports import held_port
 from tests.support import ROOT
 
 # Less than the time limit of a test (pyproject.toml), so that the output of the processes is shown.
-LONGEST_S = 240
+LONGEST_S = 500
 
 
 @dataclasses.dataclass(frozen=True)
