@@ -275,11 +275,11 @@ def test_ctrl_c_while_waiting_for_a_save(
     write_own = _save.SaveThread._write_local
 
     def write_late(*args: Any) -> None:
-        assert released.wait(60)
+        assert released.wait(200)
         write_own(*args)
 
     def press() -> None:
-        assert waited_for.wait(60)
+        assert waited_for.wait(200)
         time.sleep(0.2)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
@@ -294,7 +294,7 @@ def test_ctrl_c_while_waiting_for_a_save(
                 checkpointer.wait()
         finally:
             released.set()
-        presser.join(60)
+        presser.join(200)
         for step in (2, 3):
             assert checkpointer.save(step, helper.shard(state(step), P('fsdp')))
     assert sorted(path.name for path in tmp_path.iterdir()) == ['3', 'writer.json']

@@ -45,14 +45,14 @@ def test_orbax_commits_half_written_steps_of_another_writer(tmp_path: Path) -> N
 
     def wait() -> None:
         written.set()
-        assert released.wait(60)
+        assert released.wait(200)
 
     options = ocp.CheckpointManagerOptions(
         async_options=ocp.options.AsyncOptions(post_finalization_callback=wait)
     )
     manager = ocp.CheckpointManager(tmp_path, options=options)
     assert manager.save(1, args=ocp.args.StandardSave(state()))
-    assert written.wait(60)
+    assert written.wait(200)
     # The start of the other save: it deletes the folder, and makes a new one with the same name.
     another = ocp.path.atomicity.AtomicRenameTemporaryPath.from_final(epath.Path(tmp_path / '1'))
     asyncio.run(another.create())

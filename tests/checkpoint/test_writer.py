@@ -112,12 +112,12 @@ def test_save_while_another_writer_takes_over(
     def write_late(save: Any, *args: Any) -> None:
         if save._steps is old._steps:
             begun.set()
-            assert released.wait(60)
+            assert released.wait(200)
         write_own(save, *args)
 
     monkeypatch.setattr(_save.SaveThread, '_write_local', write_late)
     assert old.save(3, state(1, 3))
-    assert begun.wait(60)
+    assert begun.wait(200)
     try:
         assert new.save(3, state(2, 3))
         new.wait()
@@ -347,7 +347,7 @@ def test_two_runs_do_not_mix_steps(tmp_path: Path, helper: MeshShardingHelper) -
     def train(run: int) -> None:
         checkpointer = Checkpointer(tmp_path, keep=4)
         checkpointer.latest_step()
-        first.wait(60)
+        first.wait(200)
         try:
             for step in range(1, 13):
                 checkpointer.save(step, state(run, step))
@@ -409,7 +409,7 @@ def test_sixteen_threads_with_a_concurrent_close(tmp_path: Path, helper: MeshSha
     ready = threading.Barrier(16)
 
     def work(number: int) -> None:
-        ready.wait(60)
+        ready.wait(200)
         for turn in range(4):
             what = (number + turn) % 4
             if what == 0:

@@ -85,7 +85,7 @@ def start(*arguments, terminal=False, **variables):
 def end_of(process):
     """The exit code, and what is printed. Waits until nobody can print any more."""
     try:
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=500)
     finally:
         process.kill()
     return process.returncode, out, err
@@ -299,6 +299,6 @@ def test_closed_streams(job):
         env={**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), *sys.path])},
         stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert (process.returncode, process.stderr) == (ExitCode.DONE, '')

@@ -23,7 +23,7 @@ def test_the_worked_example(tmp_path):
         env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_NUM_CPU_DEVICES': '8'},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout
     assert '6 passed' in done.stdout  # five tests and the example of the docstring

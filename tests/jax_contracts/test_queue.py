@@ -18,7 +18,7 @@ from scalax._jax.device_queue import drain, fence_program, pending_arrays
 from tests.support.contracts import contract
 from tests.support.threads import in_threads
 
-LONGEST_S = 100
+LONGEST_S = 200
 AT_EXIT = """
 import atexit, sys, jax
 atexit.register(lambda: print('joined' if jax.distributed.is_initialized() else 'left'))

@@ -37,13 +37,13 @@ def test_a_compiler_is_left_at_once():
         def compile(self, compiler_options):
             threads.append(threading.current_thread())
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            released.wait(60)
+            released.wait(200)
 
     with pytest.raises(KeyboardInterrupt):
         compile_lowered(Endless(), 'cpu')
     released.set()
     assert threads[0] is not threading.main_thread()
-    threads[0].join(60)
+    threads[0].join(200)
 
 
 def test_a_compiler_sees_the_settings_of_its_caller():

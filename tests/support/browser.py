@@ -18,7 +18,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
 CHROMIUM_NAMES = ('chromium', 'chromium-browser', 'google-chrome')
-SECONDS = 20
+SECONDS = 120  # on a busy machine
 FLAGS = (
     '--headless=new',
     *('--no-sandbox', '--disable-gpu', '--disable-dev-shm-usage', '--hide-scrollbars'),

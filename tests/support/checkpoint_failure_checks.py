@@ -23,7 +23,7 @@ from scalax.errors import ArgumentError, CheckpointError
 from scalax.sharding import MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
-SOON_S = 60
+SOON_S = 200
 LIKE = {'w': jax.ShapeDtypeStruct((16,), np.int32)}
 
 
@@ -89,7 +89,7 @@ class Broken:
 
 
 def check_saves_that_differ() -> None:
-    checkpointer = Checkpointer(folder('differ'), timeout=100)
+    checkpointer = Checkpointer(folder('differ'), timeout=400)
     gone = jnp.ones(3)
     gone.delete()
     last_process = jax.process_count() - 1
@@ -130,7 +130,7 @@ def check_saves_that_differ() -> None:
 
 def check_process_0_cannot_list_or_begin() -> None:
     """Process 0 lists the steps, and makes the folder."""
-    checkpointer = Checkpointer(folder('look'), timeout=100)
+    checkpointer = Checkpointer(folder('look'), timeout=400)
     first = jax.process_index() == 0
     for owner, name in ((_atomic_commit, 'complete_steps'), (_atomic_commit.StepDirectory, 'prepare')):
         with failing(owner, name, first):
@@ -142,7 +142,7 @@ def check_process_0_cannot_list_or_begin() -> None:
 
 def check_process_that_cannot_copy_or_write() -> None:
     """`save` has returned on the other processes, where `wait` or the next save raises."""
-    checkpointer = Checkpointer(folder('write'), timeout=100)
+    checkpointer = Checkpointer(folder('write'), timeout=400)
     for who in (0, jax.process_count() - 1):
         here = jax.process_index() == who
         for name in ('async_save', '_write_local', '_finalize'):
@@ -201,7 +201,7 @@ def check_restore_that_fails_on_one_process() -> None:
         (_checkpointer, 'renamed_paths'),
         (_saved_step.SavedStep, 'arrays'),
     ):
-        reader = Checkpointer(where, timeout=100)
+        reader = Checkpointer(where, timeout=400)
         with failing(owner, name, last()):
             if name == 'damage':
                 text = error_of(reader.restore, helper(), P('x'), LIKE, 2)
@@ -213,7 +213,7 @@ def check_restore_that_fails_on_one_process() -> None:
                 ) in text, text
         assert reader.restored_step is None
         assert int(reader.restore(helper(), P(), LIKE)['w'].addressable_data(0)[0]) == 2
-    reader = Checkpointer(where, timeout=100)
+    reader = Checkpointer(where, timeout=400)
 
     class Fine:
         def set_state(self, state: Any) -> None: ...
@@ -224,7 +224,7 @@ def check_restore_that_fails_on_one_process() -> None:
 
 
 def check_one_saves_and_the_others_restore() -> None:
-    checkpointer = Checkpointer(folder('mixed'), timeout=100)
+    checkpointer = Checkpointer(folder('mixed'), timeout=400)
     checkpointer.save(1, state(1))
     checkpointer.wait()
     more = state(2)  # made by all
@@ -237,7 +237,7 @@ def check_one_saves_and_the_others_restore() -> None:
 
 
 def check_all_processes_of_a_job_are_one_writer() -> None:
-    old, new = (Checkpointer(folder('owned'), timeout=100) for _ in range(2))
+    old, new = (Checkpointer(folder('owned'), timeout=400) for _ in range(2))
     old.save(1, state(1))
     old.wait()
     new.restore(helper(), P(), LIKE)
@@ -251,7 +251,7 @@ def check_all_processes_of_a_job_are_one_writer() -> None:
 def check_step_committed_while_listing() -> None:
     """Only some processes see the step, so a restart does not continue from it."""
     where = folder('comes')
-    old, new = (Checkpointer(where, timeout=100) for _ in range(2))
+    old, new = (Checkpointer(where, timeout=400) for _ in range(2))
     for step in (1, 2):
         old.save(step, state(step))
     old.wait()
@@ -269,7 +269,7 @@ def check_step_committed_while_listing() -> None:
 
 def check_sixteen_threads_of_each_process() -> None:
     """Some threads read; the saves run one after the other, in the same order on every process."""
-    checkpointer = Checkpointer(folder('threads'), timeout=100)
+    checkpointer = Checkpointer(folder('threads'), timeout=400)
     for step in (1, 2):
         checkpointer.save(step, state(step))
         threads = [threading.Thread(target=checkpointer.wait) for _ in range(8)]
@@ -277,7 +277,7 @@ def check_sixteen_threads_of_each_process() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(200)
     assert checkpointer.latest_step() == 2
     checkpointer.close()
     names = [
@@ -299,5 +299,5 @@ def check_missing_process() -> None:
         float(jax.jit(lambda w: w.sum())(more['w']))  # the last waits here until the others have the error
     if last():
         assert 'CheckpointError: some processes did not make this call within ' in error_of(
-            Checkpointer(folder('absent'), timeout=100).save, 1, more
+            Checkpointer(folder('absent'), timeout=400).save, 1, more
         )

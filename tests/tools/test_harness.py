@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess
     command += [flag for setting in settings for flag in ('-o', setting)]
     command += ['--numprocesses=1', '-q', '-rA', str(folder)]
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1'}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
 
 
 def test_a_test_that_waits_fails_with_all_stacks(run: subprocess.CompletedProcess[str]) -> None:

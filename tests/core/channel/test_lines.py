@@ -12,7 +12,7 @@ from scalax._core.channel.secret import is_loopback, names_loopback, resolve_sec
 from scalax._core.channel.session import CLIENT, SERVER, Session, new_nonce
 from scalax.errors import ArgumentError
 
-LONG, SOON = 60.0, 0.05
+LONG, SOON = 200.0, 0.05
 SECRET = b'a secret of sixteen bytes or more'
 
 

@@ -371,18 +371,18 @@ def test_contexts_belong_to_their_thread():
 
     def work(name, helper):
         with helper.get_context({name: P('a')}):
-            inside.wait(30)
+            inside.wait(200)
             seen[name] = (get_global_mesh_helper(), get_global_annotation_shardings())
-            done.wait(30)
+            done.wait(200)
 
     threads = [threading.Thread(target=work, args=item) for item in (('p', AUTO), ('q', EXPLICIT))]
     for thread in threads:
         thread.start()
-    inside.wait(30)
+    inside.wait(200)
     seen['main'] = get_global_mesh_helper()
-    done.wait(30)
+    done.wait(200)
     for thread in threads:
-        thread.join(30)
+        thread.join(200)
     assert seen == {'p': (AUTO, {'p': P('a')}), 'q': (EXPLICIT, {'q': P('a')}), 'main': None}
 
 
@@ -403,7 +403,7 @@ def test_one_context_entered_by_many_threads():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(200)
     assert not failures
 
 

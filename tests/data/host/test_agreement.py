@@ -13,7 +13,7 @@ from scalax._data.host.agreement import agree, placed_text
 from scalax.errors import DataError
 
 COUNT = 3
-WAIT = 60  # seconds, on a busy machine
+WAIT = 200  # seconds, on a busy machine
 
 
 class Threads:

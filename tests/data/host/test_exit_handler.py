@@ -67,7 +67,7 @@ def test_ctrl_c_ends_the_wait(port: int, tmp_path: Path) -> None:
         while 'data still move' not in two.output() and time.monotonic() < deadline:
             time.sleep(0.1)
         two.processes[0].send_signal(signal.SIGINT)
-        assert two.processes[0].wait(60) == exit_handler.INTERRUPTED, outputs(two)
+        assert two.processes[0].wait(200) == exit_handler.INTERRUPTED, outputs(two)
         assert two.output().endswith(
             'Ctrl-C has ended this process while data still move: float32[16, 4] of processes 0, 1\n'
             f'{exit_handler._ADVICE}\n'

@@ -415,5 +415,5 @@ def test_code_is_as_formatters_leave_it(rule: TreePathShardingRule, tmp_path: Pa
     path.write_text(f'{IMPORTS}\n{rule_code(rule)}')
     ruff = [sys.executable, '-m', 'ruff']
     style = ['--isolated', '--config', 'format.quote-style="single"']
-    subprocess.run([*ruff, 'format', '--check', *style, path], check=True, timeout=60)
-    subprocess.run([*ruff, 'check', '--isolated', '--select', 'I,F', path], check=True, timeout=60)
+    subprocess.run([*ruff, 'format', '--check', *style, path], check=True, timeout=500)
+    subprocess.run([*ruff, 'check', '--isolated', '--select', 'I,F', path], check=True, timeout=500)

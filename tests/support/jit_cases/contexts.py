@@ -226,7 +226,7 @@ def other_thread_only(jit):
     f(X)
     thread = threading.Thread(target=lambda: outs.append(f(X)))
     thread.start()
-    thread.join(30)
+    thread.join(200)
     return outs
 
 
