@@ -180,7 +180,9 @@ class Launcher:
 
 
 def say(text: str) -> None:
-    print(f'launcher: {text}', file=sys.stderr, flush=True)
+    # One write, unlike print(): the processes write to the same stream.
+    sys.stderr.write(f'launcher: {text}\n')
+    sys.stderr.flush()
 
 
 def describe(code: int) -> str:

@@ -128,9 +128,11 @@ def training(
 
     def wait_for(message: str) -> None:
         deadline = time.monotonic() + TIMEOUT_S
-        while message not in (so_far := log.read_text(errors='replace')):
-            assert process.poll() is None, so_far
-            assert time.monotonic() < deadline, so_far
+        while True:
+            has_ended = process.poll() is not None  # before the last output is read
+            if message in (so_far := log.read_text(errors='replace')):
+                return
+            assert not has_ended and time.monotonic() < deadline, so_far
             time.sleep(0.05)
 
     try:

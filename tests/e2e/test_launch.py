@@ -139,6 +139,20 @@ def test_a_second_interrupt_waits_for_nobody(tmp_path: Path) -> None:
         assert_all_gone(launcher)
 
 
+def test_lines_of_the_launcher_are_written_at_once() -> None:
+    """Otherwise the processes, which write to the same stream, would write into its lines."""
+    code = (
+        'import os, sys\nfrom examples.launch import local\n'
+        'class Stream:\n'
+        '    def write(self, text): os.write(1, repr(text).encode())\n'
+        '    def flush(self): pass\n'
+        "sys.stderr = Stream()\nlocal.say('it runs')"
+    )
+    with started(['-c', code]) as program:
+        assert program.wait() == (0,), program.output()
+        assert program.output() == repr('launcher: it runs\n')
+
+
 def test_a_program_is_needed() -> None:
     with started(['-m', 'examples.launch.local', '--devices=3']) as launcher:
         assert launcher.wait() == (2,)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-GRACE_S = 3  # for processes that are about to end
+GRACE_S = float(os.environ.get('SCALAX_TESTS_GRACE_S', '30'))  # for processes that are about to end
 MARK = f'SCALAX_TESTS_{os.getpid()}'
 
 
@@ -22,7 +22,8 @@ def pytest_configure() -> None:
 def no_orphaned_process(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails and kills the processes, by id, that are still there after the module's other fixtures ended."""
     yield
-    _, alive = psutil.wait_procs(marked_processes(), timeout=GRACE_S)
+    _, left = psutil.wait_procs(marked_processes(), timeout=GRACE_S)
+    alive = [process for process in left if is_running(process)]
     commands = [f'{process.pid}: {command_of(process)}' for process in alive]
     for process in alive:
         try:
@@ -45,6 +46,14 @@ def marked_processes() -> list[psutil.Process]:
         except (psutil.Error, OSError):
             continue
     return marked
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Whether a process has not ended. It may then be a zombie, until its parent asks for its exit code."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def command_of(process: psutil.Process) -> str:

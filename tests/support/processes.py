@@ -132,9 +132,11 @@ class Running:
         """Waits until a process prints a message: a text, or a match of a pattern."""
         pattern = re.compile(re.escape(message)) if isinstance(message, str) else message
         end = time.monotonic() + timeout
-        while not pattern.search(self.output(index)):
-            assert self.processes[index].poll() is None, self.output(index)
-            assert time.monotonic() < end, self.output(index)
+        while True:
+            has_ended = self.processes[index].poll() is not None  # before the last output is read
+            if pattern.search(self.output(index)):
+                return
+            assert not has_ended and time.monotonic() < end, self.output(index)
             time.sleep(0.02)
 
 

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.support import ROOT
+from tests.support.orphans import is_running
 
 pytestmark = pytest.mark.medium
 
@@ -56,6 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess
     command += [flag for setting in settings for flag in ('-o', setting)]
     command += ['--numprocesses=1', '-q', '-rA', str(folder)]
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1'}
+    env['SCALAX_TESTS_GRACE_S'] = '3'
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
 
 
@@ -80,12 +82,11 @@ def test_processes_that_are_left_are_named_and_killed(run: subprocess.CompletedP
     assert 'tests of test_made_up.py left processes running:' in run.stdout
     for pid in pids:
         assert f'{pid}: {sys.executable} -c import time; time.sleep(600)' in run.stdout
-        assert not is_running(int(pid))
+        assert has_ended(int(pid))
 
 
-def is_running(pid: int) -> bool:
-    """Tells whether a process computes or waits: one that has ended stays until its exit code is read."""
+def has_ended(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return not is_running(psutil.Process(pid))
     except psutil.NoSuchProcess:
-        return False
+        return True
