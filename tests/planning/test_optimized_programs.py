@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import jax
 import pytest
 
+from scalax._compile.sjit.function import partitioned_step
 from scalax._planning.cost.collectives import Collective, collectives
 from scalax._planning.cost.device_cost import DeviceCost, device_cost_of
 from scalax._planning.cost.host_transfers import HostTransfers, host_transfers
@@ -39,11 +41,15 @@ class Read(NamedTuple):
 
 @functools.cache
 def read(name: str) -> Read:
-    recording, devices = recorded(name), PROGRAMS[name].helper().mesh.devices.ravel()
+    helper = PROGRAMS[name].helper()
+    recording, devices = recorded(name), helper.mesh.devices.ravel()
     program, partitioned = parse(recording.optimized), parse(recording.partitioned)
     ids = [device.id for device in devices]
+    step, arguments = PROGRAMS[name].make(helper)
+    partitioning = partitioned_step(step, arguments, {})
+    reasons = {} if partitioning is None else partitioning.collective_reasons
     return Read(
-        collectives(program, recording.mesh, positions_of(devices), partitioned, ids),
+        collectives(program, recording.mesh, positions_of(devices), partitioned, ids, reasons=reasons),
         device_cost_of(program),
         host_transfers(program),
         assigned_memory(read_layout(MemoryTables(*recording.tables))),
@@ -92,7 +98,7 @@ def test_a_gather_that_runs_as_a_sum() -> None:
     rows = [row for row in rows_of('fsdp v5p') if row.bytes > 4]
     assert {(row.kind, row.partitioned_as) for row in rows} == {
         ('all-reduce', 'all-gather'),
-        ('all-reduce', ''),
+        ('all-reduce', 'reduce-scatter'),
     }
 
 
@@ -108,17 +114,45 @@ def test_causes() -> None:
 
 def test_padding_is_next_to_its_collective() -> None:
     padding = [row for row in rows_of('zero_1 v5e') if row.cause == 'padding']
-    assert {(row.kind, row.partitioned_as) for row in padding} == {('collective-permute', 'all-reduce')}
-    assert {row.source.function for row in padding} == {'zero_1.<locals>.loss'}
+    assert {(row.kind, row.partitioned_as) for row in padding} == {('collective-permute', 'reduce-scatter')}
+    assert {row.source.function for row in padding} == {'zero_1.<locals>.step'}
 
 
 def test_between_slices_and_inside() -> None:
     rows = rows_of('fsdp two slices')
     networks = {row.axes: row.networks for row in rows}
     assert networks == {('data',): ('dcn',), ('fsdp',): ('ici',)}
-    # The gathers over both axes, and sums of gradients that each device keeps a part of.
-    halves = {(row.kind, row.partitioned_as) for row in rows if row.axes == ('data',)}
-    assert halves == {('all-gather', ''), ('all-gather', 'all-reduce'), ('all-reduce', '')}
+    # The gathers over both axes, the gradients of which each device keeps a part, and the loss.
+    kinds = {(row.kind, row.partitioned_as) for row in rows if row.axes == ('data',)}
+    assert kinds == {('all-gather', ''), ('reduce-scatter', ''), ('all-reduce', '')}
+
+
+WEIGHTS = [('up', 'forward'), ('up', 'recomputed'), ('down', 'forward'), ('down', 'backward')]
+
+
+@pytest.mark.parametrize(
+    ('name', 'axes'),
+    [
+        ('fsdp v5e', [('fsdp', 'tp')]),
+        ('fsdp_tp v6e', [('fsdp',)]),
+        ('fsdp_tp v5p', [('fsdp',)]),
+        ('fsdp two slices', [('data',), ('fsdp',)]),
+    ],
+)
+def test_reasons_of_collectives(name: str, axes: list[tuple[str, ...]]) -> None:
+    """Weights are gathered once per use in each of 8 layers, and gradients summed once.
+
+    Inside fusions, the collectives have no names, or those of matmuls.
+    """
+    for along in axes:
+        counts: collections.Counter[tuple[str, str]] = collections.Counter()
+        for row in rows_of(name):
+            if row.axes == along and row.bytes > 2**10 and row.cause != 'padding':
+                counts[row.reason, row.phase] += row.count
+        assert counts == {
+            **{(f'weight params/{leaf} for dot_general', phase): 8 for leaf, phase in WEIGHTS},
+            **{(f'gradient of params/{leaf}', 'backward'): 8 for leaf in ('up', 'down')},
+        }
 
 
 def test_a_wrong_join_is_noticed() -> None:

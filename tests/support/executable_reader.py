@@ -89,7 +89,8 @@ CALLED = ('calls', 'to_apply', 'body', 'condition')
 # Nothing moves: another name, or another computation whose instructions count.
 STILL = (
     *('parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'while', 'conditional', 'call'),
-    *('after-all', 'add-dependency', 'opt-barrier', 'partition-id', 'replica-id', 'async-update'),
+    *('after-all', 'add-dependency', 'opt-barrier', 'partition-id', 'replica-id'),
+    *('async-update', 'call-update'),
 )
 CUSTOM = (
     *('AllocateBuffer', 'ConcatBitcast', 'AssumeGatherIndicesInBound', 'GatherScatterIndicesBitpacked'),
@@ -639,7 +640,7 @@ class _Line:
 
 @dataclasses.dataclass
 class _Module:
-    """The computations of a program by name, the one that is run, and those that are fused."""
+    """The computations of a program by name, the one that is run, and those that their callers count."""
 
     bodies: dict[str, list[_Line]]
     entry: str
@@ -671,6 +672,9 @@ def _module(text: str) -> _Module:
         entry = name if start else entry
         fusions = (line for line in bodies[name] if line.opcode in ('fusion', 'fusion-start'))
         fused |= {line.attributes['calls'] for line in fusions}
+        # ``slice-start`` is written as an ``async-start`` of a computation that only holds the slice.
+        started = [line.attributes['calls'] for line in bodies[name] if line.opcode == 'async-start']
+        fused |= {called for called in started if all(line.opcode != 'call' for line in bodies[called])}
     assert entry, 'no program'
     return _Module(bodies, entry, fused)
 

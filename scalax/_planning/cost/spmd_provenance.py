@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import collections
 import itertools
+import math
+import operator
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 
-from scalax._planning.cost.collective_instances import CollectiveInstance, Kind, MeshCollective, channel_of
+from scalax._planning.cost.collective_instances import (
+    COLLECTIVE_OPS,
+    CollectiveInstance,
+    Kind,
+    MeshCollective,
+    channel_of,
+)
 from scalax._planning.program.hlo import Computation, Instruction, Module
 from scalax._spmd.placements.collectives import COLLECTIVE_SCOPE
 
@@ -18,6 +26,7 @@ _LATER_KINDS: dict[Kind, tuple[Kind, ...]] = {
     'all-reduce': ('reduce-scatter', 'all-gather', 'collective-permute'),
     'reduce-scatter': ('all-reduce', 'collective-permute'),
 }
+_CLONE = re.compile(r'\.clone(\.\d+)?$')  # which passes append to the name of a computation
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="[^"]*"')
 _MAX_PADDING = 0.1  # of the bytes of a collective
 _MAX_NEIGHBORS = 300  # instructions to search around one without an op name
@@ -32,7 +41,7 @@ class PartitionerCollectives:
     """
 
     def __init__(self, collectives: Iterable[MeshCollective], op_names: Container[str] = ()) -> None:
-        # By channel, by op name, and by the function of that.
+        # By channel, by the computation that adds two elements, by op name, and by the function of that.
         self._by_key: dict[tuple[str, str], list[MeshCollective]] = collections.defaultdict(list)
         # The collectives that scalax wrote and whose op name the later program lacks.
         self._nameless: list[MeshCollective] = []
@@ -41,6 +50,8 @@ class PartitionerCollectives:
             if COLLECTIVE_SCOPE.search(op_name) and op_name not in op_names:
                 self._nameless.append(collective)
             self._by_key['channel', collective.instance.channel].append(collective)
+            if reducer := collective.instance.instruction.attribute('to_apply'):
+                self._by_key['reducer', reducer].append(collective)
             self._by_key['operation', op_name].append(collective)
             if function := _function(op_name):
                 self._by_key['function', function].append(collective)
@@ -50,26 +61,63 @@ class PartitionerCollectives:
 
         Both have the same op name. Of several candidates, the one with the same channel is preferred, then
         the same axes, kind and bytes: passes may assign new channels and change kinds, and programs of
-        `shard_map` use one channel for all. A collective without an op name comes from the only similar one
-        that has lost its name, or is matched by its channel, or by the instructions next to it.
+        `shard_map` use one channel for all. A collective without an op name is matched by the computation
+        that it reduces with; or it comes from the only similar one that has lost its name, or is matched by
+        its channel, or by the instructions next to it.
 
         Args:
             later: the collective of the later program.
             module: the later program.
         """
-        if later.instance.op_name:
-            candidates: Sequence[MeshCollective] = self._by_key.get(('operation', later.instance.op_name), [])
-        elif nameless := self._matching_nameless(later):
-            candidates = nameless
-        else:
-            nearby = [self._by_key[key] for key in _keys_near(later.instance, module) if key in self._by_key]
-            matches = (
-                *(_with_same_form(later, collectives) for collectives in nearby),
-                *(_possible_origins(later, collectives) for collectives in nearby),
+        instance = later.instance
+        candidates: Sequence[MeshCollective] = []
+        if instance.op_name:
+            candidates = self._by_key.get(('operation', instance.op_name), [])
+        if not candidates and not instance.parent.op_name(instance.instruction):
+            # If it is in a fusion, its op name was that of a concurrent matmul.
+            candidates = (
+                self._with_same_reducer(later)
+                or self._matching_nameless(later)
+                or self._in_scope(later, module)
+                or self._near(later, module)
             )
-            candidates = next((collectives for collectives in matches if collectives), [])
         best = max(candidates, key=lambda candidate: _similarity(later, candidate), default=None)
         return None if best is None else best.instance
+
+    def _with_same_reducer(self, later: MeshCollective) -> list[MeshCollective]:
+        """Returns the collectives that reduce with the same computation, or with that of which it is a clone.
+
+        Before optimizations, each reduction has a computation of its own.
+        """
+        same = (
+            [item for item in self._by_key.get(('reducer', name), ()) if _may_become(item, later)]
+            for name in _reducers(later.instance.instruction)
+        )
+        return next(filter(None, same), [])
+
+    def _near(self, later: MeshCollective, module: Module) -> Sequence[MeshCollective]:
+        """Returns the collectives of the nearest instructions that may have become a later one."""
+        nearby = [self._by_key[key] for key in _keys_near(later.instance, module) if key in self._by_key]
+        matches = (
+            *(_with_same_form(later, collectives) for collectives in nearby),
+            *(_possible_origins(later, collectives) for collectives in nearby),
+        )
+        return next((collectives for collectives in matches if collectives), [])
+
+    def _in_scope(self, later: MeshCollective, module: Module) -> list[MeshCollective]:
+        """Returns the only collective that lost its name in the scope of a nearby instruction."""
+        for instruction in itertools.islice(_neighborhood(*later.instance.holder), _MAX_NEIGHBORS):
+            scope = later.instance.parent.op_name(instruction).rpartition('/')[0]
+            matches = [
+                item
+                for item in self._nameless
+                if COLLECTIVE_SCOPE.split(item.instance.op_name)[0] == f'{scope}/'
+                and _may_become(item, later)
+                and _has_dims_around(item.instance, later.instance)
+            ]
+            if matches:
+                return matches if len(matches) == 1 else []
+        return []
 
     def _matching_nameless(self, later: MeshCollective) -> list[MeshCollective]:
         """Returns the collectives that lost a name, if one name only has the axes, kind and bytes of another.
@@ -91,6 +139,8 @@ def _keys_near(instance: CollectiveInstance, module: Module) -> Iterator[tuple[s
     """Yields the channels and op names of the instructions around a collective, the nearest first."""
     computation, holder = instance.holder
     for instruction in itertools.islice(_neighborhood(computation, holder), _MAX_NEIGHBORS):
+        for item in _instructions_of(instruction, module):
+            yield from (('reducer', name) for name in _reducers(item))
         yield from (('channel', channel) for channel in _channels(instruction, module))
         if op_name := instance.parent.op_name(instruction):
             yield 'operation', op_name
@@ -132,6 +182,18 @@ def _may_become(candidate: MeshCollective, later: MeshCollective) -> bool:
     return {*later.axes} <= {*candidate.axes} and later_kind in (kind, *_LATER_KINDS.get(kind, ()))
 
 
+def _has_dims_around(instance: CollectiveInstance, later: CollectiveInstance) -> bool:
+    """Whether a later collective has the dimensions before and after the one that a gather concatenates.
+
+    It may have split them.
+    """
+    dim = int((instance.instruction.attribute('dimensions') or '{0}').strip('{}'))
+    shape, later_shape = (item.instruction.arrays[0].dims for item in (instance, later))
+    before = itertools.accumulate(later_shape, operator.mul, initial=1)
+    after = itertools.accumulate(reversed(later_shape), operator.mul, initial=1)
+    return math.prod(shape[:dim]) in before and math.prod(shape[dim + 1 :]) in after
+
+
 def _function(op_name: str) -> str:
     """Returns the enclosing JAX function of an op name, such as ``.../jit(dynamic_index_in_dim)``; or ''."""
     function = op_name.rpartition('/')[0]
@@ -153,9 +215,22 @@ def _neighborhood(computation: Computation, start: Instruction) -> Iterator[Inst
                 todo.append(neighbor)
 
 
+def _reducers(instruction: Instruction) -> Iterator[str]:
+    """Yields the computation that a collective reduces with, and those that it is a clone of."""
+    name = instruction.attribute('to_apply') if instruction.opcode in COLLECTIVE_OPS else None
+    while name:
+        yield name
+        name = _CLONE.sub('', name) if _CLONE.search(name) else None
+
+
+def _instructions_of(instruction: Instruction, module: Module) -> Iterator[Instruction]:
+    """Yields an instruction, and those of the computations that it calls."""
+    called = module.called(instruction, 'calls')
+    yield instruction
+    yield from itertools.chain.from_iterable(computation.instructions.values() for computation in called)
+
+
 def _channels(instruction: Instruction, module: Module) -> Iterator[str]:
     """Yields the channels of the collectives that an instruction is or contains."""
-    called = module.called(instruction, 'calls')
-    inside = itertools.chain.from_iterable(computation.instructions.values() for computation in called)
     if instruction.opcode not in ('send', 'recv'):  # their channels are of another kind
-        yield from filter(None, map(channel_of, (instruction, *inside)))
+        yield from filter(None, map(channel_of, _instructions_of(instruction, module)))
