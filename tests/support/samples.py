@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 
 
-@pytest.hookimpl(tryfirst=True)  # before the cases are shuffled, and before -m leaves out slow ones
+@pytest.hookimpl(tryfirst=True)  # before -m leaves out slow cases; pytest-randomly has shuffled them before
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks the cases of a sampled test as slow, apart from every n-th one."""
     tables: dict[str, list[pytest.Item]] = defaultdict(list)

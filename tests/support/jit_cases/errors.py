@@ -378,7 +378,7 @@ def wrong_options(jit):
     ]
 
 
-@case(raises=True)
+@case(raises=True, meant={'error': 'error classes'})
 def unknown_option(jit):
     return jit(lambda x: x, no_such_option=1)
 
