@@ -128,6 +128,10 @@ def test_each_device_has_a_shard_of_each_microbatch(name, count, mesh):
         assert reductions(step, 'all_reduce') == dict.fromkeys(NAMES, 1)
 
 
+def test_gradient_finished_before_the_backward_loop_is_reduced_over_replicas_once():
+    assert reductions(run(by_helper(8), HSDP), 'all_reduce')["['head']"] == 1
+
+
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('name', FUNCTIONS)
 @pytest.mark.sampled(4)

@@ -50,7 +50,9 @@ def finish_forward_results(editor: JaxprEditor, loop: Any, operands: Sequence[Va
             and layouts.is_sharded(value.var)
             and not _is_added_to_sum(editor, value.var, later_equations)
         ):
-            editor.reduce(value, editor.producer_of(value))
+            # A sum over replicas that a loop over microbatches accumulates stays partial.
+            target = editor.context.reduced(value.placements, layouts.of(value.var), held=True)
+            editor.convert_in_place(value, target, editor.producer_of(value))
     editor.add_barrier([delayed, *pending], loop)
 
 
