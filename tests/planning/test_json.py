@@ -56,7 +56,7 @@ def written():
         {'slice': 0, 'coords': [i % 2, i // 2 % 2, i // 4], 'core': 0} for i in range(8)
     ]
     values |= {'device_kind': 'TPU v5', 'platform': 'tpu', 'model_flops': 10**9}
-    values['collectives'][0] |= {'networks': ['ici'], 'part': [0, 1]}
+    values['collectives'][0] |= {'networks': ['ici'], 'replica_group': [0, 1]}
     source = {'annotation': 'a', 'file': 'f.py', 'line': 3, 'function': 'g', 'operand': ''}
     values['buffers'] = [{'bytes': 10, 'array': 'f32[3]', 'source': source, 'count': 1}]
     return values

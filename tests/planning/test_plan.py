@@ -405,10 +405,10 @@ def test_dict():
         'cause': 'sharding',
         'crossing': 0,
         'networks': [],
-        'part': [],
         'partitioned_as': '',
         'phase': 'other',
         'reason': '',
+        'replica_group': [],
         'scattered': False,
         'scopes': [{'scope': 'step()', 'count': 1}],
         'source': {

@@ -323,8 +323,8 @@ def test_groups_that_are_a_part_of_an_axis():
     fun = jax.jit(ALONG.shard_map(block, P('X'), P('X'), check_vma=False))
     plan = ALONG.plan(fun, array(8 * 4096, 4096, dtype=jnp.float32))
     [row] = plan.collectives
-    assert (row.axes, row.group, row.part) == (('X',), 2, (0, 2))
-    assert plan.to_dict()['collectives'][0]['part'] == [0, 2]
+    assert (row.axes, row.group, row.replica_group) == (('X',), 2, (0, 2))
+    assert plan.to_dict()['collectives'][0]['replica_group'] == [0, 2]
     [communication] = plan.roofline(RINGS, torus={'X': 8}).communication
     assert communication.segments == (TorusSegment(0, 2, ring=False, stride=2),)
     assert communication.seconds == pytest.approx(2 * (4096 * 4096 * 4 / 2) * 2 / 9e10)

@@ -116,7 +116,7 @@ class MeshCollective(NamedTuple):
         instance: the collective.
         axes: as `Collective.axes`.
         group: as `Collective.group`.
-        part: as `Collective.part`.
+        replica_group: as `Collective.replica_group`.
         networks: as `Collective.networks`.
         crossing: as `Collective.crossing`.
         staying: for a permute, how many devices of one slice send to another device of that slice, at most.
@@ -125,7 +125,7 @@ class MeshCollective(NamedTuple):
     instance: CollectiveInstance
     axes: tuple[str, ...]
     group: int
-    part: tuple[int, ...]
+    replica_group: tuple[int, ...]
     networks: tuple[Network, ...]
     crossing: int
     staying: int

@@ -75,8 +75,8 @@ class Collective:
         exactness: the exactness of the count.
         bytes: the bytes of the full (gathered) array of one group, in one execution.
         source: the location in the user's program that caused it.
-        part: one of the groups, as indices into ``mesh.devices.flat``, if groups are a part of their axes.
-            Empty for groups of all devices along the axes.
+        replica_group: one of the groups, as indices into ``mesh.devices.flat``, if a group contains only some
+            of the devices along `axes`. Otherwise empty.
         scattered: whether it is an all-reduce of which each device uses only its shard. The partitioner
             writes a reduce-scatter like that, and compilers for accelerators turn it into one. Only on CPUs,
             for which the partitioner's program is counted.
@@ -108,7 +108,7 @@ class Collective:
     exactness: Exactness
     bytes: int
     source: Source
-    part: tuple[int, ...] = ()
+    replica_group: tuple[int, ...] = ()
     scattered: bool = False
     networks: tuple[Network, ...] = ()
     cause: Cause = 'sharding'
@@ -242,7 +242,7 @@ def _row(mesh_collective: MeshCollective) -> Collective:
         exactness=mesh_collective.instance.parent.exactness,
         bytes=mesh_collective.instance.full_bytes(mesh_collective.group),
         source=Source(),
-        part=mesh_collective.part,
+        replica_group=mesh_collective.replica_group,
         networks=mesh_collective.networks,
         crossing=mesh_collective.crossing,
     )
@@ -317,14 +317,14 @@ class _MeshDevices:
     def _mesh_collective(self, instance: CollectiveInstance, groups: Groups) -> MeshCollective:
         axes = axes_of_groups(groups, self._mesh)
         group = along = devices_along(axes, self._mesh)
-        part: tuple[int, ...] = ()
+        replica_group: tuple[int, ...] = ()
         staying = crossing = 0
         if instance.kind == 'collective-permute':
             staying, crossing = self._senders(groups)
         elif groups.shape[1] != along:
-            group, part = groups.shape[1], tuple(map(int, groups[0]))
+            group, replica_group = groups.shape[1], tuple(map(int, groups[0]))
         networks = networks_of(groups, self._positions, switched=self._switched)
-        return MeshCollective(instance, axes, group, part, networks, crossing, staying)
+        return MeshCollective(instance, axes, group, replica_group, networks, crossing, staying)
 
     def _senders(self, pairs: Groups) -> tuple[int, int]:
         """Returns how many devices of one slice send within it, and to another one, at most."""

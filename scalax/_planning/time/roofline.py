@@ -335,9 +335,9 @@ def routes_of(
     torus = torus_of(positions, hardware)
     cache: dict[tuple[tuple[str, ...], tuple[int, ...]], set[Route]] = {}
     for row in rows:
-        if (row.axes, row.part) not in cache:
-            cache[row.axes, row.part] = set(_group_routes(row, mesh, positions, torus))
-    return [cache[row.axes, row.part] for row in rows]
+        if (row.axes, row.replica_group) not in cache:
+            cache[row.axes, row.replica_group] = set(_group_routes(row, mesh, positions, torus))
+    return [cache[row.axes, row.replica_group] for row in rows]
 
 
 def _group_routes(
@@ -345,8 +345,8 @@ def _group_routes(
 ) -> Iterable[Route]:
     """Yields the route of each group of devices of a collective."""
     along = ' x '.join(row.axes)
-    if row.part:
-        yield route_of([positions[i] for i in row.part], torus, f'a part of {along}')
+    if row.replica_group:
+        yield route_of([positions[i] for i in row.replica_group], torus, f'a part of {along}')
         return
     grid = np.arange(len(positions)).reshape(tuple(mesh.values()))
     group_dims = [i for i, name in enumerate(mesh) if name in row.axes]
