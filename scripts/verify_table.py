@@ -1,6 +1,6 @@
-"""Verifies each step of the catalogue of faults, and writes docs/verification_coverage.md from the reports.
+"""Runs `helper.verify` on the catalogue of faults, and writes docs/verification_coverage.md from the reports.
 
-With --check it writes nothing, and fails where a fault is not found or the page has another list of them.
+With --check it writes nothing, and fails if `verify` misses a fault or if the page lists other faults.
 """
 
 from __future__ import annotations
@@ -28,57 +28,40 @@ _PAGE = _ROOT / 'docs' / 'verification_coverage.md'
 _HEAD = """\
 # Faults that verify finds
 
-The tests run [`helper.verify`](verify.md) on the {faults} faulty steps below. All but one (a donated
-buffer, which raises an error) silently give wrong results on a mesh. `verify` finds all of them, and
-reports nothing for {sound} correct steps that look suspicious.
+The tests run [`helper.verify`](verify.md) on the {faults} faulty steps below. On a mesh, all of them give
+wrong results without an error, except a donated buffer, which raises one. `verify` finds all of them, and
+reports no fault in {sound} correct steps that look wrong because of rounding errors.
 
-If `verify` reports a step of yours, look for its first operation in the tables: they show whether XLA,
-your code or scalax is the likely cause. The results are from JAX {jax}; with earlier versions, XLA has
-more faults. To run all steps, run `make verify`.
+If `verify` reports a step of yours, look up its first operation here: a similar row shows whether XLA, your
+code or scalax is the likely cause. To run all steps, run `make verify`. The results are from JAX {jax};
+earlier versions have more XLA faults.
 
-- **Result**: the element with the largest error on the mesh, and in brackets its value on one device.
-- **First operation**: the first operation whose result differs, and in brackets its function. For a
-  `shard_map` with collectives, the brackets list these instead.
-- **Gone without**: the difference disappears without this feature or mesh axis: partitioning along the
-  batch, pipelining, or arguments sharded over the named axis.
+- **Result**: the element with the largest error: its value on the mesh, and in brackets on one device.
+- **First operation**: the first operation whose result differs, and in brackets the function that contains
+  it. For a `shard_map` with collectives, the brackets list these instead. Empty if `verify` can't name an
+  operation.
+- **Gone without**: the feature or mesh axis without which the results agree: *partitioning* along the batch,
+  *pipelining*, or arguments sharded over the axis. Empty if there is none.
 """
 _SECTIONS = {
     'partitioner': '## Faults of XLA\n',
     'user': '## Mistakes in user code\n',
     'scalax': (
         '## Faults seeded in scalax\n\n'
-        'scalax does not have these faults. The tests insert them, one at a time.\n'
+        'scalax does not have these faults: the tests insert them, one at a time.\n'
     ),
 }
 _COLUMNS = """
 | fault | result | first operation | gone without |
 |---|---|---|---|
 """
-# The names of the catalogue that are not clear without its code, in the words of the pages.
-_NAMES = {
-    'depthwise convolution laid out unlike its images': 'depthwise convolution with a sharded kernel',
-    'gradient of a lookup in a reduced table': 'gradient of a lookup in a table with reduced axes',
-    'gradient of the next token loss': 'gradient of a next-token loss',
-    'counts of all but the last': 'counts of all elements but the last',
-    'largest of each group but the first': 'maximum of each group but the first',
-    'gradient of own rows': 'gradient without a psum',
-    'mean over own rows summed up': 'sum of local means',
-    'mean of means of unequal counts': 'mean of local means',
-    'gradient of each row by what all devices have': 'gradient of each example by a replicated value',
-    'norm counts what devices have in common': 'norm of sharded and replicated arrays',
-    'position by another axis': 'positions from the wrong axis',
-    'first device alone decays': 'weight decay on the first device only',
-    'causal mask of own tokens': 'causal mask of local tokens',
-    'softmax over own vocabulary': 'softmax over the local vocabulary',
-    'gathered in another order': 'all-gather in another order',
-    'batch statistics of own rows': 'batch statistics of local examples',
-    'dropout keyed by device': 'dropout keys by device',
-    'dropout alike on all devices': 'one dropout mask on all devices',
-    'custom gradient forgets an axis': 'custom gradient that forgets an axis',
-    'callback on own rows': 'callback on local examples',
-    'custom partitioning by a wrong rule': '`custom_partitioning` with a wrong rule',
-    'sharded op by a wrong rule': '`sharded_op` with a wrong rule',
-    'sharded op sums twice': '`sharded_op` that sums twice',
+# Words in names of the catalogue that are written otherwise in prose.
+_WORDS = {
+    'custom partitioning': '`custom_partitioning`',
+    'sharded op': '`sharded_op`',
+    'psum': '`psum`',
+    'next token': 'next-token',
+    'all gather': 'all-gather',
 }
 _CHANGES = {
     'without pipelining': 'pipelining',
@@ -88,7 +71,7 @@ _CHANGES = {
 
 
 def verified(fault: Fault) -> VerificationReport | str:
-    """The report of a fault, or the error that it ends with."""
+    """Returns the report of a fault, or the text of the error that the step raises."""
     helper = fault.helper()
     with fault.seeded():
         try:
@@ -100,27 +83,32 @@ def verified(fault: Fault) -> VerificationReport | str:
 
 
 def _title(name: str, fault: Fault) -> str:
-    """Returns the name of a fault, and what goes wrong. Seeded faults are clear without their names."""
-    sentence = (
-        inspect.cleandoc(fault.make.__doc__ or '').split('\n\n')[0].replace('\n', ' ').removesuffix('.')
-    )
+    """Returns the name of a fault and its effect. The docstring of a seeded fault begins with its name."""
+    sentence = inspect.cleandoc(fault.make.__doc__ or '').split('\n\n')[0].replace('\n', ' ')
     if fault.kind == 'scalax':
-        return sentence
-    words = name.replace('_', ' ')
-    words = _NAMES.get(words, words)
-    linked = f'[{words}]({fault.source})' if fault.source.startswith('http') else words
-    return f'{linked}: {sentence[0].lower()}{sentence[1:]}'
+        title, _, effect = sentence.removeprefix('A ').partition(': ')
+    else:
+        title, effect = name.replace('_', ' '), sentence
+        for words, prose in _WORDS.items():
+            title = re.sub(rf'\b{words}\b', prose, title)
+    title = _capitalized(title)
+    linked = f'[{title}]({fault.source})' if fault.source.startswith('http') else title
+    return f'**{linked}.** {_capitalized(effect)}'
+
+
+def _capitalized(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _row(name: str, fault: Fault, report: VerificationReport | str) -> str:
-    linked = _title(name, fault)
+    title = _title(name, fault)
     if isinstance(report, str):
-        return f'| {linked} | {_short(report)} | | |\n'
+        return f'| {title} | {_short(report)} | | |\n'
     result = re.sub(r'^(.*) is (.*), and (.*) on one device$', r'\1: \2 (\3)', str(report.differences[0]))
     first = ''
     if report.first_difference is not None:
         function = report.first_difference.line.partition(' ')[2]
-        # Without their lines, which change with every edit of the catalogue.
+        # Without line numbers, which change with every edit of the catalogue.
         inside = (
             ', '.join(
                 operation.split(' at ')[0] for operation in report.first_difference.device_dependent_ops
@@ -129,14 +117,14 @@ def _row(name: str, fault: Fault, report: VerificationReport | str) -> str:
         )
         first = f'`{report.first_difference.primitive}{f" ({inside})" if inside else ""}`'
     gone = [ablation.change for ablation in report.ablations if ablation.still_differs is False]
-    # With one change less it is gone already.
-    least = [
+    # Keep only minimal sets of changes.
+    minimal = [
         change
         for change in gone
         if not any(change.startswith((f'{other}, ', f'{other} and ')) for other in gone)
     ]
-    without = dict.fromkeys(_CHANGES.get(change, change.rpartition(' ')[2]) for change in least)
-    return f'| {linked} | {_short(result.replace(", ", ","))} | {_short(first)} | {", ".join(without)} |\n'
+    without = dict.fromkeys(_CHANGES.get(change, change.rpartition(' ')[2]) for change in minimal)
+    return f'| {title} | {_short(result.replace(", ", ","))} | {_short(first)} | {", ".join(without)} |\n'
 
 
 def _short(text: str) -> str:
@@ -144,9 +132,9 @@ def _short(text: str) -> str:
 
 
 def main() -> int:
-    """Runs all, and returns the exit code."""
+    """Runs all steps, and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('names', nargs='*', help='faults, or parts of their names; all by default')
+    parser.add_argument('names', nargs='*', help='faults, or substrings of their names; default: all')
     parser.add_argument('--check', action='store_true', help='write nothing')
     options = parser.parse_args()
     warnings.simplefilter('ignore')
@@ -164,7 +152,7 @@ def main() -> int:
             elif is_found:
                 rows[fault.kind].append(_row(name, fault, report))
     if missed:
-        print(f'{len(missed)} with another outcome than expected: {", ".join(missed)}')
+        print(f'{len(missed)} unexpected outcomes: {", ".join(missed)}')
     if options.names:
         print(''.join(itertools.chain(*rows.values())))
     elif options.check:
@@ -176,7 +164,7 @@ def main() -> int:
     elif not missed:
         faults = sum(map(len, rows.values()))
         head = _HEAD.format(faults=faults, jax=jax.__version__, sound=len(SOUND))
-        sections = [f'\n{_SECTIONS[kind]}{_COLUMNS}{"".join(some)}' for kind, some in rows.items()]
+        sections = [f'\n{_SECTIONS[kind]}{_COLUMNS}{"".join(lines)}' for kind, lines in rows.items()]
         _PAGE.write_text(head + ''.join(sections))
     return bool(missed)
 

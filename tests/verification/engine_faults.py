@@ -91,7 +91,7 @@ def _without_sum(step: Conversion) -> Sequence[Conversion]:
 
 
 @seeded(('reduce_sum', 'sub'), (edit, 'redistribute', _converting(_without_sum)))
-def gradient_that_is_not_summed_over_devices(helper: MeshShardingHelper) -> Step:
+def gradient_without_a_reduction(helper: MeshShardingHelper) -> Step:
     """A lost reduction: each device uses its local sum as the global sum."""
     return stepped(helper, gradient_step, normal(16, 8), normal(64, 16), out=True)
 
@@ -109,8 +109,8 @@ def _forgetting_sums(op: Op) -> Strategy | None:
 
 
 @seeded(('reduce_sum',), (op_rules, 'RULES', {**op_rules.RULES, 'reduce_sum': _forgetting_sums}))
-def partial_sum_taken_for_a_sum(helper: MeshShardingHelper) -> Step:
-    """A lost `Partial`: the rule of a reduction declares partial sums as replicated."""
+def partial_sum_declared_replicated(helper: MeshShardingHelper) -> Step:
+    """A lost `Partial`: the rule of a reduction declares partial sums replicated."""
     return stepped(helper, lambda w, x: jnp.tanh((x @ w).sum(0)), normal(8, 8), normal(64, 8))
 
 
@@ -122,7 +122,7 @@ def _maximum_added_up(op: Op) -> Strategy | None:
 
 
 @seeded(('reduce_max',), (op_rules, 'RULES', {**op_rules.RULES, 'reduce_max': _maximum_added_up}))
-def maximum_that_is_added_up(helper: MeshShardingHelper) -> Step:
+def local_maxima_that_are_summed(helper: MeshShardingHelper) -> Step:
     """A wrong reduction: local maxima are summed over devices."""
     return stepped(helper, lambda w, x: jnp.exp((x @ w).max(0)), normal(8, 8), normal(64, 8))
 
@@ -137,20 +137,20 @@ def alone(name: str) -> tuple[Any, str, Any]:
 
 
 @seeded(('sort',), alone('sort'))
-def examples_sorted_on_each_device(helper: MeshShardingHelper) -> Step:
+def examples_sorted_locally(helper: MeshShardingHelper) -> Step:
     """A missing gather: each device sorts its local examples."""
     return stepped(helper, lambda w, x: jnp.sort(x @ w, 0), normal(8, 8), normal(64, 8))
 
 
 @seeded(('cumsum',), alone('cumsum'))
-def running_sum_that_begins_on_each_device(helper: MeshShardingHelper) -> Step:
-    """A missing gather: a cumulative sum begins anew on each device."""
+def cumulative_sum_of_local_examples(helper: MeshShardingHelper) -> Step:
+    """A missing gather: a cumulative sum starts from zero on each device."""
     return stepped(helper, lambda w, x: jnp.cumsum(x @ w, 0), normal(8, 8), normal(64, 8))
 
 
 @seeded(('rev',), alone('rev'))
-def examples_reversed_on_each_device(helper: MeshShardingHelper) -> Step:
-    """A missing exchange: devices reverse their local examples, but not the order of the blocks."""
+def examples_reversed_locally(helper: MeshShardingHelper) -> Step:
+    """A missing exchange: devices reverse their local examples, but not the order of their blocks."""
     return stepped(helper, lambda w, x: jnp.tanh(x @ w)[::-1], normal(8, 8), normal(64, 8))
 
 
@@ -159,8 +159,8 @@ def _in_another_order(step: Conversion) -> Sequence[Conversion]:
 
 
 @seeded(('rev',), (edit, 'redistribute', _converting(_in_another_order)), mesh=HSDP)
-def blocks_gathered_in_another_order(helper: MeshShardingHelper) -> Step:
-    """A wrong order of mesh axes: the blocks of examples are gathered in another order."""
+def blocks_gathered_in_the_wrong_order(helper: MeshShardingHelper) -> Step:
+    """A wrong order of mesh axes: blocks of examples are gathered in another order."""
     rule = FSDPShardingRule('fsdp', min_fsdp_size=1)
     batch = P(('replica', 'fsdp'))
     function = helper.sjit(
@@ -170,7 +170,7 @@ def blocks_gathered_in_another_order(helper: MeshShardingHelper) -> Step:
 
 
 @seeded(('iota', 'mul'), (parts, 'dim_of', always(1)))
-def numbers_along_the_wrong_dimension(helper: MeshShardingHelper) -> Step:
+def iota_along_the_wrong_dimension(helper: MeshShardingHelper) -> Step:
     """A wrong dimension: an iota along the examples is sliced like an iota along the features."""
 
     def step(w: Any, x: Any) -> Any:
@@ -184,8 +184,8 @@ def _from_zero(local: Sequence[int], *_: Any) -> list[Any]:
 
 
 @seeded(('random_bits', 'select_n'), (parts, '_starts', _from_zero))
-def random_bits_of_the_first_device_on_all(helper: MeshShardingHelper) -> Step:
-    """Wrong random bits: each device draws the bits of the first examples."""
+def random_bits_of_the_first_examples(helper: MeshShardingHelper) -> Step:
+    """Wrong random bits: all devices draw the bits of the first examples."""
 
     def step(w: Any, x: Any) -> Any:
         kept = jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
@@ -195,8 +195,8 @@ def random_bits_of_the_first_device_on_all(helper: MeshShardingHelper) -> Step:
 
 
 @seeded(('iota', 'mul'), (parts, '_starts', _from_zero))
-def numbers_of_the_first_examples_on_all_devices(helper: MeshShardingHelper) -> Step:
-    """A wrong block: each device numbers its examples from zero."""
+def indices_of_the_first_examples(helper: MeshShardingHelper) -> Step:
+    """A wrong block: each device counts its examples from zero."""
     return stepped(helper, lambda w, x: (x @ w) * jnp.arange(len(x))[:, None], normal(8, 8), normal(64, 8))
 
 
@@ -205,8 +205,8 @@ def _without_mask(step: Conversion) -> Sequence[Conversion]:
 
 
 @seeded(('scatter-add',), (edit, 'redistribute', _converting(_without_mask)))
-def replicated_term_that_is_added_by_all_devices(helper: MeshShardingHelper) -> Step:
-    """A missing mask: the operand of a scatter-add is summed once for each device."""
+def replicated_operand_summed_once_per_device(helper: MeshShardingHelper) -> Step:
+    """A missing mask: the operand of a scatter-add is summed once per device."""
 
     def step(w: Any, x: Any) -> Any:
         rows = jnp.argmax(x, 1) % len(w)
@@ -251,8 +251,8 @@ def _gathered_once(self: JaxprEditor, value: Any, target: Any, *args: Any, **opt
 
 
 @seeded(('dot_general',), (JaxprEditor, 'convert', _gathered_once))
-def gathered_weight_of_the_step_before(helper: MeshShardingHelper) -> Step:
-    """A stale cache of weights: after an update, the second pass uses the weights gathered for the first."""
+def gathered_weight_before_the_update(helper: MeshShardingHelper) -> Step:
+    """A stale cache of weights: after an update, the second pass uses weights gathered before it."""
 
     def two_steps(w: Any, x: Any) -> Any:
         w, _ = gradient_step(w, x)
@@ -298,14 +298,14 @@ STEPS_APART = (kernels, '_steps_are_apart', always(True))
 
 
 @seeded(('pallas_call',), STEPS_APART)
-def kernel_that_asks_for_its_step(helper: MeshShardingHelper) -> Step:
-    """A missing gather: the kernel of each device counts its local grid steps."""
+def kernel_that_reads_its_grid_step(helper: MeshShardingHelper) -> Step:
+    """A missing gather: the kernel numbers its grid steps from zero on each device."""
     return stepped(helper, lambda w, x: _kernel(_numbered, False, x @ w)[0], normal(8, 8), normal(16, 8))
 
 
 @seeded(('pallas_call',), STEPS_APART, (kernels, '_walks_apart', always(True)))
-def kernel_that_adds_up_over_its_steps(helper: MeshShardingHelper) -> Step:
-    """A missing reduction: the kernel of each device sums its local rows."""
+def kernel_that_sums_over_its_grid(helper: MeshShardingHelper) -> Step:
+    """A missing reduction: the kernel returns the sum over local rows."""
 
     def step(w: Any, x: Any) -> Any:
         doubled, total = _kernel(_added_up, True, x @ w)
@@ -325,8 +325,8 @@ EXPERTS = {'router': normal(8, 4), 'up': normal(4, 8, 12) / 3, 'down': normal(4,
 
 
 @seeded(('ragged_dot_general',), (ragged, '_sizes_in_block', _sizes_from_zero))
-def experts_of_the_first_device(helper: MeshShardingHelper) -> Step:
-    """A wrong block: each device treats its rows as the first rows, which have other experts."""
+def expert_groups_of_the_first_rows(helper: MeshShardingHelper) -> Step:
+    """A wrong block: each device uses the experts of the first rows for its own rows."""
     sizes = jnp.asarray([10, 20, 0, 34])
     return stepped(helper, lambda w, x: lax.ragged_dot(x, w['up'], sizes), EXPERTS, normal(64, 8))
 
@@ -341,8 +341,8 @@ def _by_experts(w: Any, x: Any, back: Callable[[Any, Any], Any]) -> Any:
 
 
 @seeded(('sort',), (local_sort_analysis, '_require', always(None)))
-def order_of_the_sort_is_seen(helper: MeshShardingHelper) -> Step:
-    """A missing gather: devices sort their local tokens, but the result depends on the global order."""
+def local_sort_whose_order_matters(helper: MeshShardingHelper) -> Step:
+    """A missing gather: devices sort local tokens, but the result depends on the global order."""
 
     def back(out: Any, order: Any) -> Any:
         return jnp.cumsum(out, axis=0)[jnp.argsort(order)]
@@ -356,8 +356,8 @@ def _numbers_of_all(axes: Sequence[str], count: int, numbers: Any) -> Any:
 
 
 @seeded((), (local_sorts, '_local_indices', _numbers_of_all))
-def tokens_taken_by_the_numbers_of_all(helper: MeshShardingHelper) -> Step:
-    """A wrong block: devices index their local tokens by global indices."""
+def local_tokens_indexed_globally(helper: MeshShardingHelper) -> Step:
+    """A wrong block: devices look up local tokens by their global indices."""
 
     def back(out: Any, order: Any) -> Any:
         return out[jnp.argsort(order)]
@@ -372,8 +372,8 @@ def _look_up_in_all(block: Any, table: Any, indices: Any) -> Any:
 
 
 @seeded(('gather',), (tables, '_look_up', _look_up_in_all))
-def rows_of_a_table_from_all_devices(helper: MeshShardingHelper) -> Step:
-    """A missing mask: each device adds a row of its block of the table to the result of a lookup."""
+def lookup_without_a_mask(helper: MeshShardingHelper) -> Step:
+    """A missing mask: every device adds a row of its shard of the table to the result of a lookup."""
     tokens = (normal(16, 2) * 100).astype('int32') % 4096
     return stepped(helper, lambda table, tokens: jnp.tanh(table[tokens]), normal(4096, 8), tokens)
 
@@ -389,8 +389,8 @@ def _over_rows(helper: MeshShardingHelper, body: Any, first: Any) -> Step:
 
 
 @seeded(('mul',), (apart, '_reductions', lambda loop: [SUM] * loop.num_carry))
-def running_average_taken_for_a_sum(helper: MeshShardingHelper) -> Step:
-    """A wrong reduction: devices loop over their local examples, but the result depends on their order."""
+def running_average_treated_as_a_sum(helper: MeshShardingHelper) -> Step:
+    """A wrong reduction: devices loop over local examples, but the result depends on the global order."""
 
     def body(w: Any, state: Any, row: Any) -> Any:
         out = jnp.tanh(row @ w)
@@ -400,8 +400,8 @@ def running_average_taken_for_a_sum(helper: MeshShardingHelper) -> Step:
 
 
 @seeded((), (edit, 'redistribute', _converting(_without_mask)))
-def each_device_begins_its_sum_with_something(helper: MeshShardingHelper) -> Step:
-    """A missing mask: the initial carry of a loop is summed over devices."""
+def initial_carry_summed_once_per_device(helper: MeshShardingHelper) -> Step:
+    """A missing mask: the initial carry of a loop is summed once per device."""
 
     def body(w: Any, state: Any, row: Any) -> Any:
         out = jnp.tanh(row @ w)
@@ -411,8 +411,8 @@ def each_device_begins_its_sum_with_something(helper: MeshShardingHelper) -> Ste
 
 
 @seeded(('random_split',), (apart, '_reductions', lambda loop: [REPLICATE] * loop.num_carry))
-def random_key_of_the_first_round_on_all_devices(helper: MeshShardingHelper) -> Step:
-    """Wrong random bits: a loop splits its key in each iteration; all devices begin with the first key."""
+def random_key_of_the_first_iteration(helper: MeshShardingHelper) -> Step:
+    """Wrong random bits: a loop splits its key in each iteration; all devices start with the first key."""
 
     def body(w: Any, key: Any, row: Any) -> Any:
         key, used = jax.random.split(key)
@@ -422,8 +422,8 @@ def random_key_of_the_first_round_on_all_devices(helper: MeshShardingHelper) -> 
 
 
 @seeded(('dynamic_slice',), (indexed_loops, '_is_row_index', always(True)))
-def row_of_another_number(helper: MeshShardingHelper) -> Step:
-    """A loop that reads the examples from the last to the first gets them from the first to the last."""
+def loop_over_reversed_examples(helper: MeshShardingHelper) -> Step:
+    """A wrong order: a loop that reads the examples from last to first gets them from first to last."""
 
     def step(w: Any, x: Any) -> Any:
         return lax.map(lambda i: jnp.tanh(x[len(x) - 1 - i] @ w), jnp.arange(len(x)))
@@ -446,8 +446,8 @@ apply_to_stack = matrices._apply_to_stack
 
 
 @seeded(('mul',), (matrices, '_is_faster', always(True)), (matrices, '_apply_to_stack', _next_ones))
-def matrices_given_back_to_others(helper: MeshShardingHelper) -> Step:
-    """Devices compute entire matrices of an optimizer, and each matrix gets the result of its neighbour."""
+def results_of_neighbouring_matrices(helper: MeshShardingHelper) -> Step:
+    """A wrong block: each matrix of a distributed optimizer gets its neighbour's result."""
 
     def step(params: Any, x: Any) -> Any:
         def loss(params: Any) -> Any:

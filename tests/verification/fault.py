@@ -43,7 +43,7 @@ class Fault:
         source: where the fault was published; empty if it was not.
         mesh: the axes of the mesh, and their sizes.
         explicit: whether the axes are Explicit.
-        mended_in: the first jaxlib without the fault; empty if all versions have it.
+        fixed_in: the first jaxlib without the fault; empty if all versions have it.
         seeded: a context that puts a fault into scalax.
         raises: text of the error that the step raises, on one device as well; empty if it raises none.
     """
@@ -55,14 +55,14 @@ class Fault:
     source: str = ''
     mesh: Mapping[str, int] = dataclasses.field(default_factory=lambda: FSDP_TP)
     explicit: bool = False
-    mended_in: str = ''
+    fixed_in: str = ''
     seeded: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     raises: str = ''
 
     @property
     def shows(self) -> bool:
         """Whether the installed jaxlib has the fault."""
-        return not self.mended_in or _numbers(jaxlib.__version__) < _numbers(self.mended_in)
+        return not self.fixed_in or _numbers(jaxlib.__version__) < _numbers(self.fixed_in)
 
     @property
     def is_seeded(self) -> bool:

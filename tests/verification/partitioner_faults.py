@@ -46,19 +46,19 @@ def depthwise_gradient(params: Any, images: Any) -> Any:
 
 @partitioner(('kernel', 'conv_general_dilated'))
 def gradient_of_a_depthwise_convolution(helper: MeshShardingHelper) -> Step:
-    """The gradient is too large by the number of devices with the same rows."""
+    """Too large by the number of devices that hold a copy of the same images."""
     return conv_gradient(helper, 16)
 
 
 @partitioner(('kernel', 'conv_general_dilated'))
 def gradient_of_a_grouped_convolution(helper: MeshShardingHelper) -> Step:
-    """With four groups of channels, it is too large by the same factor."""
+    """With four groups of channels, too large by the same factor."""
     return conv_gradient(helper, 4)
 
 
 @partitioner(('conv_general_dilated',), mesh=FSDP)
-def depthwise_convolution_laid_out_unlike_its_images(helper: MeshShardingHelper) -> Step:
-    """The channels are mixed up if the kernel is sharded over them."""
+def depthwise_convolution_with_a_sharded_kernel(helper: MeshShardingHelper) -> Step:
+    """Output channels are mixed up if the kernel is sharded over them."""
 
     def step(kernel: Any, images: Any) -> Any:
         return grouped(images, kernel, 16, 'NCHW')
@@ -68,7 +68,7 @@ def depthwise_convolution_laid_out_unlike_its_images(helper: MeshShardingHelper)
 
 @partitioner(('dynamic_update_slice',), source='https://github.com/openxla/xla/issues/49118', mesh=FSDP)
 def row_written_out_of_bounds(helper: MeshShardingHelper) -> Step:
-    """Without a mesh, the write changes the last row. On a mesh, it changes nothing."""
+    """One device clamps the write to the last row. On a mesh, the write is dropped."""
 
     def step(cache: Any, row: Any, number: Any) -> Any:
         return lax.dynamic_update_slice(cache, row, (number, 0))
@@ -79,10 +79,10 @@ def row_written_out_of_bounds(helper: MeshShardingHelper) -> Step:
 
 
 @partitioner(
-    ('dynamic_slice',), source='https://github.com/openxla/xla/issues/49122', mesh=FSDP, mended_in='0.12.0'
+    ('dynamic_slice',), source='https://github.com/openxla/xla/issues/49122', mesh=FSDP, fixed_in='0.12.0'
 )
 def rows_read_out_of_bounds(helper: MeshShardingHelper) -> Step:
-    """Each device reads the last rows of the array, and not its part of the rows read."""
+    """Each device reads the last rows of the array instead of its shard of the slice."""
 
     def step(x: Any, number: Any) -> Any:
         return lax.dynamic_slice(x, (number, 0), (16, 4))
@@ -91,9 +91,9 @@ def rows_read_out_of_bounds(helper: MeshShardingHelper) -> Step:
     return jitted(helper, step, P(), P(), out_shardings=rows), (normal(24, 4), np.int32(11))
 
 
-@partitioner(('scatter',), source='https://github.com/jax-ml/jax/issues/18434', mended_in='0.12.0')
-def rows_moved_up_by_one(helper: MeshShardingHelper) -> Step:
-    """The last but one row gets the new value of the last row."""
+@partitioner(('scatter',), source='https://github.com/jax-ml/jax/issues/18434', fixed_in='0.12.0')
+def rows_shifted_by_one(helper: MeshShardingHelper) -> Step:
+    """The second-to-last row gets the new value of the last row."""
 
     def step(x: Any, row: Any) -> Any:
         return x.at[:-1].set(x[1:]).at[-1].set(row)
@@ -102,8 +102,8 @@ def rows_moved_up_by_one(helper: MeshShardingHelper) -> Step:
 
 
 @partitioner(('table', 'scatter-add'), source='https://github.com/openxla/xla/issues/42481', explicit=True)
-def gradient_of_a_lookup_in_a_reduced_table(helper: MeshShardingHelper) -> Step:
-    """Devices slice their part of the vocabulary before the gradient is summed over devices."""
+def gradient_of_a_lookup_in_a_table_with_reduced_axes(helper: MeshShardingHelper) -> Step:
+    """Devices slice their shard of the vocabulary before the gradient is summed over devices."""
 
     def step(params: Any, tokens: Any, expected: Any) -> Any:
         def loss(params: Any) -> Any:
@@ -131,8 +131,8 @@ SEQUENCE: dict[str, int] = {'fsdp': 2, 'sp': 2, 'tp': 2}
 
 
 @partitioner(('embedding', 'scatter-add'), mesh=SEQUENCE)
-def gradient_of_the_next_token_loss(helper: MeshShardingHelper) -> Step:
-    """Tokens are sharded along the sequence, and all but the last are looked up: an odd number of tokens.
+def gradient_of_a_next_token_loss(helper: MeshShardingHelper) -> Step:
+    """`tokens[:, :-1]` is sharded along the sequence. Its odd length is padded, and sums include the padding.
 
     XLA pads them, and sums values in the padding if some mesh axis does not shard the tokens.
     """
@@ -144,8 +144,8 @@ def counts_but_the_last(groups: Any) -> Any:
 
 
 @partitioner(('scatter-add',))
-def counts_of_all_but_the_last(helper: MeshShardingHelper) -> Step:
-    """The counts include values in the padding of an odd number of elements."""
+def counts_of_all_elements_but_the_last(helper: MeshShardingHelper) -> Step:
+    """`groups[:-1]` has an odd length, and the counts include its padding."""
     return jitted(helper, counts_but_the_last, P('fsdp')), (integers(8, 16),)
 
 
@@ -157,8 +157,8 @@ GROUPS = normal(16, 4) - 3, integers(4, 16)
 
 
 @partitioner(('scatter-max',))
-def largest_of_each_group_but_the_first(helper: MeshShardingHelper) -> Step:
-    """The maxima include values in the padding of an odd number of elements."""
+def maximum_of_each_group_but_the_first(helper: MeshShardingHelper) -> Step:
+    """`x[1:]` has an odd length, and the maxima include its padding."""
     return jitted(helper, largest_but_the_first, P('tp'), P('tp')), GROUPS
 
 
@@ -168,8 +168,8 @@ def _conv(images: Any, kernel: Any) -> Any:
 
 
 @partitioner(('kernel', 'conv_general_dilated'))
-def gradient_of_a_convolution_split_by_height(helper: MeshShardingHelper) -> Step:
-    """The gradient is too large by the number of devices with the same images; without groups."""
+def gradient_of_a_convolution_sharded_by_height(helper: MeshShardingHelper) -> Step:
+    """Too large by the number of devices that hold a copy of the same images, even without groups."""
 
     def step(params: Any, images: Any) -> Any:
         return jax.grad(lambda params: jnp.sum(jnp.sin(_conv(images, params['kernel']))))(params)
@@ -179,8 +179,8 @@ def gradient_of_a_convolution_split_by_height(helper: MeshShardingHelper) -> Ste
 
 
 @partitioner(('conv_general_dilated',))
-def convolution_split_by_height_and_channels(helper: MeshShardingHelper) -> Step:
-    """The result itself is too large by the number of shards of the channels of the kernel."""
+def convolution_sharded_by_height_and_channels(helper: MeshShardingHelper) -> Step:
+    """Too large by the number of shards of the kernel's channels."""
 
     def step(kernel: Any, images: Any) -> Any:
         return _conv(images, kernel)
@@ -190,8 +190,8 @@ def convolution_split_by_height_and_channels(helper: MeshShardingHelper) -> Step
 
 
 @partitioner(('images', 'select_and_scatter_add'))
-def gradient_of_a_max_pool_split_by_height(helper: MeshShardingHelper) -> Step:
-    """The windows overlap over rows that are sharded over devices."""
+def gradient_of_a_max_pool_sharded_by_height(helper: MeshShardingHelper) -> Step:
+    """Wrong for windows that overlap the rows of two devices."""
 
     def step(images: Any) -> Any:
         def loss(images: Any) -> Any:

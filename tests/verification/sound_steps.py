@@ -41,8 +41,8 @@ MATRIX = {'w': normal(8, 8, seed=3)}
 
 
 @sound()
-def adam_of_gradients_that_are_zero_but_for_rounding(helper: MeshShardingHelper) -> Step:
-    """A bias in front of a softmax changes nothing, but Adam makes whole steps of what rounding leaves."""
+def adam_with_gradients_of_rounding_errors(helper: MeshShardingHelper) -> Step:
+    """A bias before a softmax has a gradient of zero, but Adam turns its rounding errors into full steps."""
 
     def step(state: Any, x: Any) -> Any:
         def loss(w: Any) -> Any:
@@ -61,8 +61,8 @@ def adam_of_gradients_that_are_zero_but_for_rounding(helper: MeshShardingHelper)
 
 
 @sound()
-def squares_of_gradients_that_are_zero_but_for_rounding(helper: MeshShardingHelper) -> Step:
-    """A bias in front of a norm over the batch: its gradient is what adding up many terms leaves."""
+def squared_gradients_of_rounding_errors(helper: MeshShardingHelper) -> Step:
+    """A bias before a norm over the batch: its gradient is the rounding error of long sums."""
 
     def step(state: Any, x: Any) -> Any:
         def loss(w: Any) -> Any:
@@ -91,8 +91,8 @@ def routing_by_top_k_in_bfloat16(helper: MeshShardingHelper) -> Step:
 
 
 @sound()
-def largest_of_nearly_equal_logits(helper: MeshShardingHelper) -> Step:
-    """Columns of the weight come in pairs that differ by less than rounding does."""
+def argmax_of_nearly_equal_logits(helper: MeshShardingHelper) -> Step:
+    """The weight has pairs of columns that differ by less than a rounding error."""
 
     def step(w: Any, x: Any) -> Any:
         logits = x @ jnp.concatenate([w['w'], w['w'] * (1 + 1e-7)], 1)
@@ -102,8 +102,8 @@ def largest_of_nearly_equal_logits(helper: MeshShardingHelper) -> Step:
 
 
 @sound()
-def softmax_of_rows_that_are_masked(helper: MeshShardingHelper) -> Step:
-    """Exact zeros, and rows that are masked entirely, which are NaN on the mesh and on one device."""
+def softmax_of_fully_masked_rows(helper: MeshShardingHelper) -> Step:
+    """Exact zeros, and fully masked rows, which are NaN on the mesh and on one device."""
 
     def step(w: Any, x: Any) -> Any:
         scores = x @ w['w']
@@ -115,7 +115,7 @@ def softmax_of_rows_that_are_masked(helper: MeshShardingHelper) -> Step:
 
 
 @sound()
-def not_numbers_at_the_same_places(helper: MeshShardingHelper) -> Step:
+def nan_infinity_and_signed_zero(helper: MeshShardingHelper) -> Step:
     """Logarithms of negative numbers, infinities, and zeros with a sign."""
 
     def step(w: Any, x: Any) -> Any:
@@ -125,8 +125,8 @@ def not_numbers_at_the_same_places(helper: MeshShardingHelper) -> Step:
 
 
 @sound()
-def counts_behind_sums(helper: MeshShardingHelper) -> Step:
-    """Integers and booleans that follow sums: how many are right, whether a loss is below a bound."""
+def counts_after_sums(helper: MeshShardingHelper) -> Step:
+    """Integers and booleans computed from sums: the number of correct labels, whether a loss is finite."""
 
     def step(w: Any, x: Any, labels: Any) -> Any:
         logits = x @ w['w']
@@ -140,7 +140,7 @@ def counts_behind_sums(helper: MeshShardingHelper) -> Step:
 
 @sound()
 def sums_in_bfloat16(helper: MeshShardingHelper) -> Step:
-    """A mean and a gradient of bfloat16 over all rows: few digits are left."""
+    """A bfloat16 mean over all rows and its gradient: few digits are significant."""
 
     def step(w: Any, x: Any) -> Any:
         def loss(w: Any) -> Any:
@@ -153,8 +153,8 @@ def sums_in_bfloat16(helper: MeshShardingHelper) -> Step:
 
 
 @sound()
-def chaos_of_two_hundred_rounds(helper: MeshShardingHelper) -> Step:
-    """A logistic map that begins with a mean: its last digit determines the result."""
+def chaotic_map_of_200_iterations(helper: MeshShardingHelper) -> Step:
+    """A logistic map that starts from a mean: the last digit of the mean determines the result."""
 
     def step(w: Any, x: Any) -> Any:
         first = jax.nn.sigmoid(jnp.sum(jnp.tanh(x @ w['w']), 0) / 8)
@@ -179,7 +179,7 @@ def signs_of_singular_vectors(helper: MeshShardingHelper) -> Step:
 
 @sound()
 def newton_schulz(helper: MeshShardingHelper) -> Step:
-    """Muon's iteration makes small singular values large, also zero ones with rounding errors."""
+    """Muon's iteration amplifies small singular values, including those that are only rounding errors."""
 
     def step(w: Any, x: Any) -> Any:
         gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x[:, :2] @ w[:2]) ** 2))(w['w'])
@@ -193,8 +193,8 @@ def newton_schulz(helper: MeshShardingHelper) -> Step:
 
 
 @sound()
-def variance_of_what_is_far_from_zero(helper: MeshShardingHelper) -> Step:
-    """The mean of squares minus the square of the mean, of numbers near a thousand: no digit is right."""
+def variance_far_from_zero(helper: MeshShardingHelper) -> Step:
+    """The mean of squares minus the squared mean, for values near 1,000: no digit is significant."""
 
     def step(w: Any, x: Any) -> Any:
         y = x @ w['w'] + 1000
@@ -204,8 +204,8 @@ def variance_of_what_is_far_from_zero(helper: MeshShardingHelper) -> Step:
 
 
 @sound()
-def branch_by_a_norm_at_its_bound(helper: MeshShardingHelper) -> Step:
-    """Clipping at a bound that equals the norm, and a loop that ends when its state converges."""
+def clipping_at_a_bound_equal_to_the_norm(helper: MeshShardingHelper) -> Step:
+    """Clipping at a bound that equals the norm, and a loop that ends when its state has converged."""
 
     def step(w: Any, x: Any) -> Any:
         gradient = jnp.mean(x @ w['w'], 0)
@@ -228,8 +228,8 @@ def branch_by_a_norm_at_its_bound(helper: MeshShardingHelper) -> Step:
 
 
 @sound()
-def numbers_rounded_to_eight_bits(helper: MeshShardingHelper) -> Step:
-    """A product rounded to integers: some differ by one."""
+def quantization_to_8_bits(helper: MeshShardingHelper) -> Step:
+    """A matmul rounded to integers: some differ by one."""
 
     def step(w: Any, x: Any) -> Any:
         y = (x.T @ x) @ w['w'] @ (x.T @ x)
@@ -240,8 +240,8 @@ def numbers_rounded_to_eight_bits(helper: MeshShardingHelper) -> Step:
 
 
 @sound()
-def dropout_by_one_key(helper: MeshShardingHelper) -> Step:
-    """Random numbers of one key; the next key is exactly equal on the mesh and on one device."""
+def dropout_with_one_key(helper: MeshShardingHelper) -> Step:
+    """Random numbers from one key. The next key is exactly equal on the mesh and on one device."""
 
     def step(w: Any, x: Any) -> Any:
         key, used = jax.random.split(jax.random.key(7))
@@ -253,8 +253,8 @@ def dropout_by_one_key(helper: MeshShardingHelper) -> Step:
 
 
 @sound()
-def sums_over_devices_that_are_right(helper: MeshShardingHelper) -> Step:
-    """`jax.shard_map` with all reductions that it needs, and with check_vma=True."""
+def correct_sums_over_devices(helper: MeshShardingHelper) -> Step:
+    """`jax.shard_map` with all the reductions that it needs, and with check_vma=True."""
 
     def step(params: Any, x: Any) -> Any:
         loss, gradient = jax.value_and_grad(lambda params: lax.pmean(loss_of_rows(params, x), 'fsdp'))(params)
@@ -266,33 +266,33 @@ def sums_over_devices_that_are_right(helper: MeshShardingHelper) -> Step:
 
 
 @sound()
-def convolution_that_is_mended(helper: MeshShardingHelper) -> Step:
-    """The gradient of a depthwise convolution, as `sjit` mends it."""
+def convolution_gradient_with_the_workaround(helper: MeshShardingHelper) -> Step:
+    """The gradient of a depthwise convolution with sjit's workaround."""
     _, args = conv_gradient(helper, 16)
     return helper.sjit(depthwise_gradient, in_shardings=(P(), P('fsdp'))), args
 
 
 @sound(mesh=SEQUENCE)
-def next_token_loss_that_is_mended(helper: MeshShardingHelper) -> Step:
-    """The gradient of a lookup of all tokens but the last, as `sjit` mends it."""
+def next_token_loss_with_the_workaround(helper: MeshShardingHelper) -> Step:
+    """The gradient of a lookup of all tokens but the last, with sjit's workaround."""
     return helper.sjit(next_token_gradient, in_shardings=(P(), P('fsdp', 'sp'))), NEXT_TOKEN
 
 
 @sound()
-def counts_that_are_mended(helper: MeshShardingHelper) -> Step:
-    """Counts of all groups but the last, as `sjit` mends them."""
+def counts_with_the_workaround(helper: MeshShardingHelper) -> Step:
+    """Counts of all groups but the last, with sjit's workaround."""
     return helper.sjit(counts_but_the_last, in_shardings=(P('fsdp'),)), (integers(8, 16),)
 
 
 @sound()
-def maxima_that_are_mended(helper: MeshShardingHelper) -> Step:
-    """The maximum of each group, as `sjit` mends it."""
+def maxima_with_the_workaround(helper: MeshShardingHelper) -> Step:
+    """The maximum of each group, with sjit's workaround."""
     return helper.sjit(largest_but_the_first, in_shardings=(P('tp'), P('tp'))), GROUPS
 
 
 @sound()
-def state_that_is_donated(helper: MeshShardingHelper) -> Step:
-    """A state that is donated, and returned updated."""
+def donated_state(helper: MeshShardingHelper) -> Step:
+    """A state that is donated, and returned after an update."""
 
     def step(w: Any, x: Any) -> Any:
         return jax.tree.map(lambda w, g: w - 0.1 * g, w, jax.grad(lambda w: jnp.mean((x @ w['w']) ** 2))(w))
@@ -303,8 +303,8 @@ def state_that_is_donated(helper: MeshShardingHelper) -> Step:
 
 
 @sound()
-def overflow_of_half_precision(helper: MeshShardingHelper) -> Step:
-    """A sum in float16 near its largest number: infinite, or just not, by the order of summands."""
+def overflow_in_float16(helper: MeshShardingHelper) -> Step:
+    """A float16 sum near the largest number: whether it overflows depends on the order of the terms."""
 
     def step(w: Any, x: Any) -> Any:
         total = jnp.sum(jnp.abs(x @ w['w']).astype(jnp.float16) * 56)

@@ -53,8 +53,8 @@ def _stored_as_another(self: Any, before: Any, x: Any, fact: Any, turn: Any) -> 
 
 
 @seeded(('grad',), (pipelines.Ticks, '_put_in_stack', _stored_as_another), mesh=STAGES)
-def microbatch_with_the_activations_of_another(helper: MeshShardingHelper) -> Step:
-    """The backward pass of a microbatch uses the saved activations of another microbatch."""
+def activations_of_another_microbatch(helper: MeshShardingHelper) -> Step:
+    """A wrong microbatch: the backward pass uses the saved activations of another microbatch."""
     return staged(helper, lambda x, w: (block(x, w), None))
 
 
@@ -67,8 +67,8 @@ def microbatch_with_the_activations_of_another(helper: MeshShardingHelper) -> St
     ),
     mesh=STAGES,
 )
-def microbatches_back_in_another_order(helper: MeshShardingHelper) -> Step:
-    """The microbatches come out of a pipeline in reverse order."""
+def microbatches_in_reverse_order(helper: MeshShardingHelper) -> Step:
+    """A wrong order: a pipeline returns its microbatches in reverse."""
     return staged(helper, lambda x, w: (block(x, w), x))
 
 
@@ -77,14 +77,14 @@ def microbatches_back_in_another_order(helper: MeshShardingHelper) -> Step:
     (pipelines, '_accumulate', lambda before, x, fact, turn: before + x if fact == SUM else x),
     mesh=STAGES,
 )
-def sums_of_idle_ticks(helper: MeshShardingHelper) -> Step:
-    """Gradients accumulate the values that a stage computes in idle ticks."""
+def gradients_of_idle_ticks(helper: MeshShardingHelper) -> Step:
+    """A missing mask: gradients include the values of idle ticks."""
     return staged(helper, lambda x, w: (block(x, w), None))
 
 
 @seeded(('grad',), (pipelines, '_broadcast', lambda x, is_source, pipeline: x), mesh=STAGES | {'stage': 4})
-def results_of_the_last_stage_on_it_alone(helper: MeshShardingHelper) -> Step:
-    """The results of the last stage are not broadcast: the other stages use their own values."""
+def last_stage_without_a_broadcast(helper: MeshShardingHelper) -> Step:
+    """A missing broadcast: the other stages use their own values instead of the last stage's results."""
     return staged(helper, lambda x, w: (block(x, w), None), layers=4)
 
 
@@ -98,12 +98,12 @@ def _alone(op: Op) -> Strategy:
     (op_rules, 'RULES', op_rules.RULES | {'cumsum': _alone}),
     mesh=STAGES,
 )
-def running_sums_over_rows(helper: MeshShardingHelper) -> Step:
-    """A cumulative sum over rows begins anew in each microbatch."""
+def cumulative_sum_within_a_microbatch(helper: MeshShardingHelper) -> Step:
+    """A wrong split: a cumulative sum starts from zero in each microbatch."""
     return staged(helper, lambda x, w: (block(x, w) + jnp.cumsum(x, 0), None))
 
 
 @seeded(('grad',), (pipelines.Ticks, '_send', lambda self, x: x), mesh=STAGES)
-def stage_that_sends_nothing(helper: MeshShardingHelper) -> Step:
-    """Stages do not send their results: each stage receives its own."""
+def stage_without_a_send(helper: MeshShardingHelper) -> Step:
+    """A missing send: each stage receives its own result instead of the previous stage's."""
     return staged(helper, lambda x, w: (block(x, w), None))

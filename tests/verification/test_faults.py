@@ -10,25 +10,25 @@ from tests.verification.faults import FAULTS, SOUND
 
 # Some faults and sound steps of each kind; `make test-all` runs all of them.
 QUICKLY = (
-    'counts_of_all_but_the_last',
+    'counts_of_all_elements_but_the_last',
     'gradient_of_a_depthwise_convolution',
     'row_written_out_of_bounds',
     'donated_buffer_read_later',
-    'dropout_keyed_by_device',
-    'first_device_alone_decays',
+    'dropout_keys_by_device',
+    'weight_decay_on_the_first_device_only',
     'missing_psum',
-    'custom_gradient_forgets_an_axis',
-    'callback_on_own_rows',
-    'mended_convolution_summed_up_twice',
-    'kernel_that_adds_up_over_its_steps',
+    'custom_gradient_without_a_psum',
+    'callback_on_local_examples',
+    'convolution_gradient_summed_twice',
+    'kernel_that_sums_over_its_grid',
     'gathered_weight_of_another_layer',
-    'gradient_that_is_not_summed_over_devices',
-    'examples_sorted_on_each_device',
-    'random_bits_of_the_first_device_on_all',
+    'gradient_without_a_reduction',
+    'examples_sorted_locally',
+    'random_bits_of_the_first_examples',
     'routing_by_top_k_in_bfloat16',
-    'branch_by_a_norm_at_its_bound',
-    'softmax_of_rows_that_are_masked',
-    'not_numbers_at_the_same_places',
+    'clipping_at_a_bound_equal_to_the_norm',
+    'softmax_of_fully_masked_rows',
+    'nan_infinity_and_signed_zero',
 )
 
 
@@ -81,9 +81,7 @@ def test_at_least_five_faults_are_those_of_the_partitioner_here():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    'name', ['mended_convolution_summed_up_twice', 'numbers_of_the_first_examples_on_all_devices']
-)
+@pytest.mark.parametrize('name', ['convolution_gradient_summed_twice', 'indices_of_the_first_examples'])
 def test_seeded_fault_ends_with_its_context(name):
     fault = FAULTS[name]
     assert not verified(fault).ok
@@ -111,7 +109,7 @@ def test_the_first_operation_that_differs_is_the_one_whose_rule_is_wrong(name):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize('name', ['examples_sorted_on_each_device'])
+@pytest.mark.parametrize('name', ['examples_sorted_locally'])
 def test_steps_that_are_partitioned_are_right_without_a_fault(name):
     report = FAULTS[name].helper().verify(FAULTS[name].make)
     assert report.ok, str(report)

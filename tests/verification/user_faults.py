@@ -47,7 +47,7 @@ PARAMS = {'w': normal(8, 4)}
 
 @user(('psum', 'loss'))
 def missing_psum(helper: MeshShardingHelper) -> Step:
-    """Each device returns its local loss as a replicated result."""
+    """Each device returns its local loss as the replicated result."""
 
     def step(params: Any, x: Any) -> Any:
         return {'loss': loss_of_rows(params, x), 'rows': lax.psum(x.shape[0], 'fsdp')}
@@ -56,7 +56,7 @@ def missing_psum(helper: MeshShardingHelper) -> Step:
 
 
 @user(('w', 'psum'))
-def gradient_of_own_rows(helper: MeshShardingHelper) -> Step:
+def gradient_without_a_psum(helper: MeshShardingHelper) -> Step:
     """The loss is averaged over devices, but its gradient is not."""
 
     def step(params: Any, x: Any) -> Any:
@@ -67,8 +67,8 @@ def gradient_of_own_rows(helper: MeshShardingHelper) -> Step:
 
 
 @user(('loss', 'psum'))
-def mean_over_own_rows_summed_up(helper: MeshShardingHelper) -> Step:
-    """Local means are summed: the loss is too large by the number of devices."""
+def sum_of_local_means(helper: MeshShardingHelper) -> Step:
+    """The loss is too large by the number of devices."""
 
     def step(params: Any, x: Any) -> Any:
         return {'loss': lax.psum(loss_of_rows(params, x), 'fsdp')}
@@ -77,8 +77,8 @@ def mean_over_own_rows_summed_up(helper: MeshShardingHelper) -> Step:
 
 
 @user(('loss',))
-def mean_of_means_of_unequal_counts(helper: MeshShardingHelper) -> Step:
-    """Local means have equal weights, although devices have different numbers of tokens."""
+def mean_of_local_means(helper: MeshShardingHelper) -> Step:
+    """Devices have different numbers of tokens, but their means get equal weights."""
 
     def step(params: Any, x: Any, mask: Any) -> Any:
         losses = jnp.mean(jnp.tanh(x @ params['w']) ** 2, axis=-1)
@@ -90,7 +90,7 @@ def mean_of_means_of_unequal_counts(helper: MeshShardingHelper) -> Step:
 
 @user(('w',))
 def gradient_through_a_psum(helper: MeshShardingHelper) -> Step:
-    """Without the check, the transpose of a `psum` is one more `psum`."""
+    """With `check_vma=False`, the transpose of a `psum` is another `psum`: the gradient is too large."""
 
     def step(params: Any, x: Any) -> Any:
         gradient = jax.grad(lambda params: lax.pmean(loss_of_rows(params, x), 'fsdp'))(params)
@@ -100,8 +100,8 @@ def gradient_through_a_psum(helper: MeshShardingHelper) -> Step:
 
 
 @user((), source='https://github.com/jax-ml/jax/issues/36886')
-def gradient_of_each_row_by_what_all_devices_have(helper: MeshShardingHelper) -> Step:
-    """The gradient with respect to a replicated value is summed over devices."""
+def gradient_with_respect_to_a_replicated_value(helper: MeshShardingHelper) -> Step:
+    """`jax.grad` inside a `shard_map` sums over devices, but each example needs its own gradient."""
 
     def step(params: Any, x: Any) -> Any:
         return jax.vmap(lambda row: jax.grad(lambda w: jnp.sum(jnp.sin(row @ w)))(params['w']))(x)
@@ -112,8 +112,8 @@ def gradient_of_each_row_by_what_all_devices_have(helper: MeshShardingHelper) ->
 
 
 @user(('norm',))
-def norm_counts_what_devices_have_in_common(helper: MeshShardingHelper) -> Step:
-    """The squares of a replicated bias are summed once for each device."""
+def norm_of_sharded_and_replicated_arrays(helper: MeshShardingHelper) -> Step:
+    """The squares of the replicated bias are summed once per device."""
 
     def step(params: Any) -> Any:
         squares = jax.tree.map(lambda x: jnp.sum(x * x), params)
@@ -126,8 +126,8 @@ def norm_counts_what_devices_have_in_common(helper: MeshShardingHelper) -> Step:
 
 
 @user(('axis_index',))
-def position_by_another_axis(helper: MeshShardingHelper) -> Step:
-    """Rows are sharded over one axis, but their indices are computed from another axis."""
+def positions_from_the_wrong_axis(helper: MeshShardingHelper) -> Step:
+    """Rows are sharded over one axis, but their positions are computed from the index along another."""
 
     def step(scale: Any, x: Any) -> Any:
         first = lax.axis_index('tp') * x.shape[0]
@@ -137,8 +137,8 @@ def position_by_another_axis(helper: MeshShardingHelper) -> Step:
 
 
 @user(('w', 'axis_index'))
-def first_device_alone_decays(helper: MeshShardingHelper) -> Step:
-    """A computation that only the first device does; without a mesh that is the only device."""
+def weight_decay_on_the_first_device_only(helper: MeshShardingHelper) -> Step:
+    """Only the first device decays its copy of the weights, so the copies differ."""
 
     def step(params: Any, x: Any) -> Any:
         gradient = lax.pmean(jax.grad(loss_of_rows)(params, x), 'fsdp')
@@ -149,8 +149,8 @@ def first_device_alone_decays(helper: MeshShardingHelper) -> Step:
 
 
 @user(('dot_general',), mesh=FSDP)
-def causal_mask_of_own_tokens(helper: MeshShardingHelper) -> Step:
-    """Queries are sharded by tokens, and each device treats its first token as the first of the sequence."""
+def causal_mask_of_local_tokens(helper: MeshShardingHelper) -> Step:
+    """Queries are sharded along the sequence, but each device counts its tokens from 0."""
 
     def step(key: Any, query: Any) -> Any:
         scores = query @ key.T
@@ -161,8 +161,8 @@ def causal_mask_of_own_tokens(helper: MeshShardingHelper) -> Step:
 
 
 @user(('loss',))
-def softmax_over_own_vocabulary(helper: MeshShardingHelper) -> Step:
-    """The log-sum-exp covers only the local part of the vocabulary."""
+def softmax_over_the_local_vocabulary(helper: MeshShardingHelper) -> Step:
+    """The log-sum-exp covers only the device's shard of the vocabulary."""
 
     def step(table: Any, x: Any, labels: Any) -> Any:
         logits = x @ table.T
@@ -177,8 +177,8 @@ def softmax_over_own_vocabulary(helper: MeshShardingHelper) -> Step:
 
 
 @user(('all_gather',))
-def gathered_in_another_order(helper: MeshShardingHelper) -> Step:
-    """Rows that are sharded over two axes are gathered with the axes in reverse order."""
+def all_gather_in_the_wrong_order(helper: MeshShardingHelper) -> Step:
+    """Rows are sharded over `('fsdp', 'tp')` and gathered over `('tp', 'fsdp')`."""
 
     def step(x: Any) -> Any:
         return lax.all_gather(x, ('tp', 'fsdp'), tiled=True)
@@ -188,8 +188,8 @@ def gathered_in_another_order(helper: MeshShardingHelper) -> Step:
 
 
 @user(('mean',))
-def batch_statistics_of_own_rows(helper: MeshShardingHelper) -> Step:
-    """Batch normalization by the mean and variance of the local rows."""
+def batch_statistics_of_local_examples(helper: MeshShardingHelper) -> Step:
+    """Batch normalization uses the mean and variance of the local rows."""
 
     def step(scale: Any, x: Any) -> Any:
         return {'normed': scale * (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5), 'mean': x.mean(0)}
@@ -198,8 +198,8 @@ def batch_statistics_of_own_rows(helper: MeshShardingHelper) -> Step:
 
 
 @user(('random',))
-def dropout_keyed_by_device(helper: MeshShardingHelper) -> Step:
-    """The dropout mask of a row depends on the device that holds the row."""
+def dropout_keys_by_device(helper: MeshShardingHelper) -> Step:
+    """The dropout mask of an example depends on the device that holds it."""
 
     def step(key: Any, x: Any) -> Any:
         key = jax.random.fold_in(key, lax.axis_index('fsdp'))
@@ -209,8 +209,8 @@ def dropout_keyed_by_device(helper: MeshShardingHelper) -> Step:
 
 
 @user(('random',))
-def dropout_alike_on_all_devices(helper: MeshShardingHelper) -> Step:
-    """Devices draw the same mask for different rows."""
+def one_dropout_mask_on_all_devices(helper: MeshShardingHelper) -> Step:
+    """All devices draw the same mask, although they hold different examples."""
 
     def step(key: Any, x: Any) -> Any:
         return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 2 * x, 0)
@@ -219,8 +219,8 @@ def dropout_alike_on_all_devices(helper: MeshShardingHelper) -> Step:
 
 
 @user('w')
-def custom_gradient_forgets_an_axis(helper: MeshShardingHelper) -> Step:
-    """The gradient of a column-parallel product covers only the local columns."""
+def custom_gradient_without_a_psum(helper: MeshShardingHelper) -> Step:
+    """The gradient of a column-parallel matmul is not summed over the devices that share its input."""
 
     @jax.custom_vjp
     def product(x: Any, w: Any) -> Any:
@@ -246,8 +246,8 @@ def custom_gradient_forgets_an_axis(helper: MeshShardingHelper) -> Step:
 
 
 @user(('callback',))
-def callback_on_own_rows(helper: MeshShardingHelper) -> Step:
-    """A NumPy callback that normalizes its argument gets only the local rows."""
+def callback_on_local_examples(helper: MeshShardingHelper) -> Step:
+    """A NumPy callback normalizes over the local rows instead of the full batch."""
 
     def standardized(x: Any) -> Any:
         x = np.asarray(x)
@@ -260,8 +260,8 @@ def callback_on_own_rows(helper: MeshShardingHelper) -> Step:
 
 
 @user(('custom_partitioning',))
-def custom_partitioning_by_a_wrong_rule(helper: MeshShardingHelper) -> Step:
-    """The sharding rule declares columns independent, but a softmax over them is not."""
+def custom_partitioning_with_a_wrong_rule(helper: MeshShardingHelper) -> Step:
+    """The sharding rule declares columns independent, but the function is a softmax over them."""
 
     def columns(x: Any) -> Any:
         return jax.nn.softmax(x)
@@ -279,8 +279,8 @@ def custom_partitioning_by_a_wrong_rule(helper: MeshShardingHelper) -> Step:
 
 
 @user(('normed',))
-def sharded_op_by_a_wrong_rule(helper: MeshShardingHelper) -> Step:
-    """The same mistake with `scalax.custom_op`: the rule of a norm declares its columns independent."""
+def sharded_op_with_a_wrong_rule(helper: MeshShardingHelper) -> Step:
+    """The rule declares columns independent, but the function normalizes over them."""
 
     @sharded_op('b c -> b c')
     def normed(ctx: Any, x: Any) -> Any:
@@ -293,8 +293,8 @@ def sharded_op_by_a_wrong_rule(helper: MeshShardingHelper) -> Step:
 
 
 @user(('psum',))
-def sharded_op_sums_twice(helper: MeshShardingHelper) -> Step:
-    """Partial products are summed over devices twice."""
+def sharded_op_that_sums_twice(helper: MeshShardingHelper) -> Step:
+    """Partial matmuls are summed over devices twice."""
 
     @sharded_op('b c, c d -> b d', reduction_factors=('c',), check_vma=False)
     def product(ctx: Any, x: Any, w: Any) -> Any:
@@ -305,7 +305,7 @@ def sharded_op_sums_twice(helper: MeshShardingHelper) -> Step:
 
 @user(('deleted',), raises='deleted')
 def donated_buffer_read_later(helper: MeshShardingHelper) -> Step:
-    """A step that reads a state after it has donated the state to an inner function."""
+    """The step reads a state after donating it to an inner function."""
     update = helper.sjit(lambda w: 0.5 * w, in_shardings=P('fsdp'), out_shardings=P('fsdp'), donate_argnums=0)
     state = helper.shard(normal(16, 4), P('fsdp'))
 

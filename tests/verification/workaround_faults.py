@@ -27,21 +27,21 @@ parallel_sum = lax.psum
 
 
 @seeded(('kernel', 'conv_general_dilated'), (lax, 'psum', alone))
-def mended_convolution_without_its_sum(helper: MeshShardingHelper) -> Step:
+def convolution_gradient_without_its_sum(helper: MeshShardingHelper) -> Step:
     """A missing sum: the gradient of a depthwise convolution covers only the local rows."""
     _, args = conv_gradient(helper, 16)
     return helper.sjit(depthwise_gradient, in_shardings=(P(), P('fsdp'))), args
 
 
 @seeded(('kernel', 'conv_general_dilated'), (lax, 'psum', twice))
-def mended_convolution_summed_up_twice(helper: MeshShardingHelper) -> Step:
-    """A doubled sum: the same gradient is summed over devices that already hold the sum."""
+def convolution_gradient_summed_twice(helper: MeshShardingHelper) -> Step:
+    """A doubled sum: the gradient of a depthwise convolution is summed again after its all-reduce."""
     _, args = conv_gradient(helper, 16)
     return helper.sjit(depthwise_gradient, in_shardings=(P(), P('fsdp'))), args
 
 
 @seeded(('kernel', 'conv_general_dilated'), (dispatch, 'apply_workarounds', lambda jaxpr, *_, **__: jaxpr))
-def convolution_that_is_not_mended(helper: MeshShardingHelper) -> Step:
-    """The gradient of a depthwise convolution as XLA partitions it, without the workaround."""
+def convolution_gradient_without_the_workaround(helper: MeshShardingHelper) -> Step:
+    """A missing workaround: the gradient of a depthwise convolution, as XLA partitions it."""
     _, args = conv_gradient(helper, 16)
     return helper.sjit(depthwise_gradient, in_shardings=(P(), P('fsdp'))), args
