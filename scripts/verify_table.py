@@ -55,7 +55,7 @@ _COLUMNS = """
 | fault | result | first operation | gone without |
 |---|---|---|---|
 """
-# Words in names of the catalogue that are written otherwise in prose.
+# Words in names of the catalogue that prose spells differently.
 _WORDS = {
     'custom partitioning': '`custom_partitioning`',
     'sharded op': '`sharded_op`',
