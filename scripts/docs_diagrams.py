@@ -1,10 +1,10 @@
-"""Draws the diagrams of docs/images that are no screenshots: SVGs, light and dark, of what scalax reports.
+"""Draws the diagrams of docs/images: SVGs, light and dark, from results of scalax.
 
 Usage, in the development environment: ``python -m scripts.docs_diagrams``.
 
-- ``rules-tree``: a tree of parameters, the rule that decides about each leaf, its spec (`helper.explain`).
-- ``partitioning``: the example of docs/partitioning.md under ``jax.jit`` and under `sjit`: how its
-  activations are sharded, and the bytes of its collectives (`helper.plan`).
+- ``rules-tree``: a tree of parameters, with the rule and the spec of each leaf (`helper.explain`).
+- ``partitioning``: the example of docs/partitioning.md under ``jax.jit`` and under `sjit`: the shardings of
+  its activations, and the bytes of its collectives (`helper.plan`).
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def diagrams() -> dict[str, tuple[int, str, list[str]]]:
-    """Name -> height, title and elements."""
+    """Returns name -> (height, title, elements)."""
     return {'rules-tree': rules_tree(), 'partitioning': partitioning()}
 
 
@@ -70,7 +70,7 @@ def box(x: float, y: float, width: float, height: float, kind: str = 'box') -> s
 
 
 def arrow(*points: tuple[float, float]) -> str:
-    """A line through the points with a head at its end, which points right or down."""
+    """Returns a line through the points with an arrowhead at its end, pointing right or down."""
     (x, y), (before_x, _) = points[-1], points[-2]
     wings = [(x - 6, y - 4), (x - 6, y + 4)] if before_x < x else [(x - 4, y - 6), (x + 4, y - 6)]
     path = ' '.join(f'{at[0]},{at[1]}' for at in points)
@@ -79,7 +79,7 @@ def arrow(*points: tuple[float, float]) -> str:
 
 
 def blocks(x: float, y: float, width: float, height: float, cuts: tuple[int, int]) -> Iterator[str]:
-    """An array of two dimensions, cut into blocks; that of the first device is filled."""
+    """Yields a two-dimensional array divided into blocks; the block of the first device is filled."""
     rows, columns = cuts
     for row in range(rows):
         for column in range(columns):
@@ -89,7 +89,7 @@ def blocks(x: float, y: float, width: float, height: float, cuts: tuple[int, int
 
 
 def cuts_of(helper: MeshShardingHelper, spec: Any, dimensions: tuple[int, ...]) -> tuple[int, int]:
-    """Into how many blocks a spec cuts two of the dimensions of an array, the second one if it has it."""
+    """Returns the number of blocks along two dimensions of an array (the second may be missing)."""
     sizes = dict(zip(helper.axis_names, helper.axis_dims, strict=True))
 
     def cut(number: int) -> int:
@@ -177,14 +177,14 @@ def partitioning() -> tuple[int, str, list[str]]:
 
 
 def run(block: str, **names: Any) -> dict[str, Any]:
-    block = re.sub(r'^jax\.config\.update.*', '', block, flags=re.MULTILINE)  # devices are here already
+    block = re.sub(r'^jax\.config\.update.*', '', block, flags=re.MULTILINE)  # already initialized
     with contextlib.redirect_stdout(io.StringIO()):
         exec(compile(block, str(PAGE), 'exec', dont_inherit=True), names)
     return names
 
 
 def shardings_of_jit(block: str, in_shardings: Any) -> dict[str, PartitionSpec]:
-    """The shardings that XLA chooses for the activations of a layer under plain ``jax.jit``."""
+    """Returns the shardings that XLA chooses for the activations of a layer under plain ``jax.jit``."""
     seen: dict[str, PartitionSpec] = {}
 
     def see(**values: jax.Array) -> None:
@@ -205,14 +205,14 @@ def shardings_of_jit(block: str, in_shardings: Any) -> dict[str, PartitionSpec]:
 
 
 def shardings_of_sjit(names: dict[str, Any]) -> dict[str, PartitionSpec]:
-    """The shardings that scalax gives them: those of the batch, as long as no operation mixes examples."""
+    """Returns scalax's shardings of the activations: the batch's, until an operation mixes examples."""
     report = names['step'].explain_propagation(names['params'], names['batch'])
     assert not report.gathered_examples
     return dict.fromkeys(('hidden', 'x'), PartitionSpec(*report.axes))
 
 
 def sent_by_line(plan: Any, block: str, code: str) -> float:
-    """The MiB of the collectives of a line, in the forward and in the backward pass."""
+    """Returns the MiB of the collectives of a line, in the forward and in the backward pass."""
     line = next(
         number
         for number, source_line in enumerate(block.splitlines(), 1)

@@ -1,9 +1,11 @@
-"""Remakes the pictures of docs/images: what docs/reports.md and the planning pages show, in a browser.
+"""Takes the screenshots of docs/images: the reports of docs/reports.md and of the planning pages, in a
+browser.
 
-Usage, in the development environment: ``python scripts/docs_images.py``. It runs the Python blocks of the
-page on reports in a scratch folder, and takes pictures of the report that they write there, light and dark;
-and of the pages of plans, a search and a found rule, where the compilers for TPUs and GPUs are installed. It
-needs Chromium. The pictures depend on its version and on the fonts at hand, so no test compares them.
+Usage, in the development environment: ``python scripts/docs_images.py``. It runs the Python blocks of
+docs/reports.md in a scratch folder, and takes screenshots of the report that they write, light and dark. If
+the compilers for TPUs and GPUs are installed, it also takes screenshots of plans, a search, and an
+auto-sharding result. It needs Chromium. No test compares the pictures, since they depend on its version and
+on fonts.
 """
 
 import contextlib
@@ -43,7 +45,7 @@ SEARCH = (
     *(sys.executable, '-m', 'scalax', 'search', 'examples/plan_llama.py:make_8b', '--topology', 'v5p:4x4x4'),
     *('--axes', 'data,fsdp,tp', '--sizes', 'data=1,2,4', '--sizes', 'tp=1,2,4,8'),
 )
-# name of the picture -> what writes the page, and how much of that is shown
+# name of the picture -> the code that writes the page, and the part of it to show
 PAGES = {
     'plan-llama-8b': (PLAN, 1480),
     'plan-llama-8b-stages': (IN_STAGES, 1000),
@@ -52,7 +54,7 @@ PAGES = {
     'search-llama-8b': (SEARCH, 1060),
 }
 SIZE = (1280, 710)
-SCALE = 1.5  # sharp enough for screens of high density
+SCALE = 1.5  # sharp on high-density screens
 COLORS = 256
 MOST_BYTES = 200_000
 SECONDS = 120
@@ -86,7 +88,7 @@ def main() -> int:
 
 
 def run_blocks(folder: Path) -> None:
-    """Runs the page's blocks in a folder, which then holds what they write."""
+    """Runs the page's blocks in a folder, to which they write their files."""
     names: dict[str, object] = {}
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
         for block in re.findall(

@@ -1,12 +1,12 @@
-"""What `mkdocs.yml` adds to MkDocs, so that the pages can be read in the repository as well.
+"""MkDocs hooks for `mkdocs.yml`, which let the pages be read in the repository as well.
 
 - The README, the changelog, the notes for contributors and the notebooks are pages of the site.
-- A link to a file is a link to its page, or to the file in the repository where it has none.
-- Recipes come first in what a search finds.
-- The link to the repository asks nothing of the network.
-- What blocks print wraps, and its tables scroll. Names in tables break at their dots and underscores.
-- Pictures for light and dark follow the reader's choice on the site.
-- Docstrings: tables of reStructuredText become those of Markdown, examples blocks of code, and pages links.
+- A link to a file becomes a link to its page, or to the file in the repository if it has no page.
+- Recipes come first in search results.
+- The link to the repository makes no network requests.
+- Printed text wraps, and its tables scroll. Names in tables break at dots and underscores.
+- Pictures for light and dark mode follow the mode of the site.
+- Docstrings: reStructuredText tables become Markdown tables, examples become code blocks, pages become links.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOT_PAGES = {'index.md': 'README.md', 'changelog.md': 'CHANGELOG.md', 'contributing.md': 'CONTRIBUTING.md'}
 NOTEBOOKS = [*(ROOT / 'docs').glob('*.ipynb'), *(ROOT / 'docs' / 'notebooks').glob('*.ipynb')]
 
-# Who searches for FSDP wants the recipe first, and then what each name takes.
+# A search for FSDP should find the recipe first, and then the API reference.
 SEARCH_BOOSTS: dict[str, float] = {'cookbook.md': 4, 'training_loop.md': 2, 'troubleshooting.md': 2}
 SEARCH_BOOSTS |= dict.fromkeys(('api/', 'changelog.md', 'design.md', 'glossary.md'), 0.5)
 
@@ -83,7 +83,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             name = f'{config.repo_url.rstrip("/")}/{kind}/main/{path.relative_to(ROOT)}'
         return f']({name}{anchor})'
 
-    # A bar in code is escaped in the tables of GitHub, and not in those of Python-Markdown.
+    # GitHub needs `|` in code to be escaped inside tables; Python-Markdown does not.
     markdown = CODE_IN_TABLE.sub(lambda match: match[0].replace('\\|', '|'), markdown)
     markdown = PICTURE.sub(picture, markdown)
     text = '``` { .text .output .no-copy'
@@ -92,7 +92,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def cells_of(notebook: dict[str, Any], name: str) -> Iterator[str]:
-    """The cells of a notebook as Markdown, with a place for each output that is HTML."""
+    """Yields the cells of a notebook as Markdown, with a placeholder for each HTML output."""
     for number, cell in enumerate(notebook['cells']):
         words = ''.join(cell['source'])
         yield words if cell['cell_type'] == 'markdown' else f'```python\n{words}\n```'
@@ -121,7 +121,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 
 def in_parts(text: str) -> Iterator[str]:
-    """A text that wraps line by line, but for its tables and drawings, which scroll.
+    """Yields lines that wrap, and blocks of tables and drawings, which scroll.
 
     >>> [*in_parts('words\\na  b\\nc\\nd  e\\n')]
     ['<span class="line">words\\n</span>', '<span class="columns">a  b\\nc\\nd  e\\n</span>']
@@ -137,14 +137,14 @@ def in_parts(text: str) -> Iterator[str]:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """The link to the repository stays, without the script that asks GitHub for its stars."""
+    """Keeps the link to the repository, without the script that asks GitHub for its stars."""
     output = output.replace(' data-md-component="source"', '')
-    # After the search has taken the words of the page, which these places would divide.
+    # Runs after the search index is built, because break points would split its words.
     return CELL.sub(lambda cell: CODE.sub(lambda code: breakable(code[0]), cell[0]), output)
 
 
 def breakable(code: str) -> str:
-    """Code that a narrow table may break inside its names, where a reader sees that they go on.
+    """Returns code with break points inside its names, for narrow tables.
 
     >>> breakable('<code>plan.model_flops &gt; 0.5</code>')
     '<code>plan.<wbr>model_<wbr>flops &gt; 0.5</code>'
@@ -152,12 +152,12 @@ def breakable(code: str) -> str:
     return NAME_PART.sub(r'\g<0><wbr>', code)
 
 
-def on_post_template(output_content: str, **_: Any) -> str:  # of the page for what is not found
+def on_post_template(output_content: str, **_: Any) -> str:  # of the 404 page
     return on_post_page(output_content)
 
 
 class Docstrings(griffe.Extension):
-    """Docstrings as the site shows them."""
+    """Docstrings in the form that the site shows."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
@@ -167,7 +167,7 @@ class Docstrings(griffe.Extension):
 
 
 def with_tables(lines: list[str]) -> list[str]:
-    """The lines, with tables of reStructuredText (three rules of ``=``) as those of Markdown.
+    """Returns the lines with reStructuredText tables (three rules of ``=``) as Markdown tables.
 
     >>> with_tables(['==  ==', 'a   b', '==  ==', '1   2', ' 0  3', '==  ==', 'text'])
     ['', '| a | b |', '|---|---|', '| 1 0 | 2 3 |', '', 'text']
@@ -183,7 +183,7 @@ def with_tables(lines: list[str]) -> list[str]:
         cells = [line[span].strip().replace('|', '\\|') for span in spans]
         if line[columns[0] : columns[0] + 1].strip() or not rows:
             rows.append(cells)
-        else:  # the cells of the row above go on
+        else:  # continues the cells of the row above
             rows[-1] = [f'{before} {cell}'.strip() for before, cell in zip(rows[-1], cells, strict=True)]
     table = [f'| {" | ".join(row)} |' for row in rows]
     table.insert(1, '|---' * len(spans) + '|')

@@ -1,10 +1,10 @@
-"""Measures what each fault of one of two processes does to the other: the table of docs/multihost.md.
+"""Measures how a fault of one of two processes affects the other: the table of docs/multihost.md.
 
     python -m scripts.fault_table [--only NAME]
 
-No launcher is involved: it would end the other at once. Two processes run steps with a collective in each, on
-simulated devices; seconds count from the fault to the end of the other process, and to its report about who
-is behind.
+There is no launcher, since it would end the other process at once. Two processes run steps with a collective
+on simulated devices. Seconds count from the fault to the end of the other process, and to its report of the
+process that is behind.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ for step in range(1, 10_000):
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One row: what happens to which process, and in which step."""
+    """A row of the table: the fault, its process and its step."""
 
     name: str
     whom: int
@@ -77,7 +77,7 @@ RESTORING = (
     "step == 4 and (checkpoints.save(step, {'x': batch}), checkpoints.wait()); "
     "step == 5 and checkpoints.restore(helper, PartitionSpec('data'), Slow().like)"
 )
-RESHARDING = (  # for longer than the fault takes to come
+RESHARDING = (  # longer than the time until the fault
     "step == 5 and [helper.reshard(wide, PartitionSpec(None, 'data'), memory='1KiB') for _ in range(1000)]"
 )
 LOADING = 'step == 5 and next(helper.prefetch(Slow().load()))'
@@ -115,7 +115,9 @@ FAULTS = [
 
 
 def measure(fault: Fault) -> tuple[float, str, str, str, str]:
-    """Returns how long the other lived on, when it named the one, how both ended, and what it said last."""
+    """Returns the times until the other process named the faulty one and ended, both exit codes, and its last
+    message.
+    """
     with tempfile.TemporaryDirectory() as folder, held_port() as port:
         code = f'ROOT, FOLDER = {str(ROOT)!r}, {folder + "/steps"!r}\n'
         code += TRAINING.replace('AT_STEP', fault.at_step)
@@ -164,7 +166,7 @@ def measure(fault: Fault) -> tuple[float, str, str, str, str]:
 
 
 def reached(log: Path, process: subprocess.Popen[bytes]) -> bool:
-    """Whether a process has run into the fault that is its own: it says so, or is gone."""
+    """Returns whether a process has reached its fault: it says so, or has ended."""
     return process.poll() is not None or 'Traceback' in log.read_text(errors='replace')
 
 

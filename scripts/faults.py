@@ -1,19 +1,18 @@
 #!/usr/bin/env python
-"""Kills processes of a training at random moments, or leaves them, and checks that nothing is lost.
+"""Kills processes of a training at random moments, or abandons them, and checks that nothing is lost.
 
     make faults
     python scripts/faults.py --kills 50 --orphans 0 --seed 3
 
-Two processes train (`faults_training.py`) under the local launcher, which starts both again if one dies.
-Time and again, one of them is killed with SIGKILL: the coordinator, the other, or both; while it starts,
-trains, or is in the middle of a save. What has to hold:
+Two processes train (`faults_training.py`) under the local launcher, which restarts both if one dies. Again
+and again, one or both of them are killed with SIGKILL, while they start, train or save. These properties are
+checked:
 
-- each start goes on from a step that is no earlier than the last checkpoint that was complete at the kill;
-- every loss, whichever start computed it, and the parameters at the end have, to the last bit, the value
-  that they have in a run that nobody disturbs.
+- each start continues from the last checkpoint that was complete at the kill, or from a later one;
+- every loss, and the final parameters, are bit-identical to those of an undisturbed run.
 
-Then the same training is started again and again where nobody has ended the one before (`faults_orphans.py`),
-and loses processes for good, at each stage of a start and of a save (`faults_losses.py`). Last, programs end
+Then the same training is started repeatedly while earlier ones are still running (`faults_orphans.py`), and
+loses processes permanently, at each stage of a start and of a save (`faults_losses.py`). Last, programs end
 while data still move between their processes (`faults_exits.py`).
 """
 
@@ -43,13 +42,13 @@ WHERE = ('starting', 'training', 'saving')
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """One kill: when, of whom, and what there was at that moment."""
+    """A kill: when it happened, its victims, and the progress of the training at that moment."""
 
     where: str
     whom: tuple[int, ...]
     complete: int  # the last complete checkpoint
     reached: int  # the last step whose loss was written
-    line: int  # how many lines were written
+    line: int  # the number of lines that were written
 
     def __str__(self) -> str:
         whom = ' and '.join('the coordinator' if index == 0 else f'process {index}' for index in self.whom)
@@ -57,7 +56,7 @@ class Kill:
 
 
 def strike(training: Training, start: int, chance: random.Random, last: bool) -> Kill:
-    """Waits for a random moment of the latest start, and kills one process of it, or both."""
+    """Waits for a random moment of the latest start, and kills one or both of its processes."""
     training.wait_for(lambda: len(training.started()) == PROCESSES * start, START_S, f'start {start}')
     before = len(training.lines())
     where = chance.choices(WHERE, weights=(1, 2, 3))[0]
@@ -79,7 +78,7 @@ def strike(training: Training, start: int, chance: random.Random, last: bool) ->
 
 
 def disturb(training: Training, kills: int, chance: random.Random, end: float) -> list[Kill]:
-    """Kills so many times, or as often as is possible before *end*; returns when the training has ended."""
+    """Kills up to this many times, or until *end*; returns when the training has ended."""
     done: list[Kill] = []
     while not done or (len(done) < kills and time.monotonic() < end):
         last = len(done) == kills - 1 or time.monotonic() > end - START_S
@@ -92,10 +91,12 @@ def disturb(training: Training, kills: int, chance: random.Random, end: float) -
 
 
 def check_resumes(training: Training, kills: list[Kill]) -> int:
-    """That each start goes on from what was complete; returns the most steps that had to be done again."""
+    """Checks that each start continues from a complete checkpoint; returns the maximum number of repeated
+    steps.
+    """
     lines, most = training.lines(), 0
     for number, victim in enumerate(kills, 1):
-        resumed = next(int(step) for step, what in lines[victim.line :] if what == 'resumed')
+        resumed = next(int(step) for step, entry in lines[victim.line :] if entry == 'resumed')
         if resumed < victim.complete:
             raise Failed(
                 f'kill {number}, {victim}: continued from step {resumed}, although step {victim.complete} '
@@ -106,7 +107,7 @@ def check_resumes(training: Training, kills: list[Kill]) -> int:
 
 
 def undisturbed(folder: Path, steps: int, end: float) -> Training:
-    """A run of so many steps that nobody disturbs."""
+    """Runs that many steps undisturbed."""
     print(f'{steps} steps. The same without faults ...', flush=True)
     with Training(folder, steps, starts=0) as training:
         training.launcher.wait(timeout=max(end - time.monotonic(), 1))
@@ -114,7 +115,7 @@ def undisturbed(folder: Path, steps: int, end: float) -> Training:
 
 
 def compare(folder: Path, last: Training, curve: dict[int, str], end: float) -> None:
-    """That losses and parameters are those of a run that nobody disturbs."""
+    """Checks that losses and parameters equal those of an undisturbed run."""
     other = undisturbed(folder, len(curve), end)
     if (other.norm(), losses(other)) != (last.norm(), curve):
         unlike = [step for step, loss in losses(other).items() if curve[step] != loss]
@@ -122,9 +123,9 @@ def compare(folder: Path, last: Training, curve: dict[int, str], end: float) -> 
 
 
 def killed(folder: Path, count: int, seed: int, end: float) -> int:
-    """The run in which processes are killed; returns how often."""
+    """Runs the training whose processes are killed; returns the number of kills."""
     with Training(folder / 'disturbed', ENDLESS, starts=count + 1) as training:
-        # The undisturbed run comes last, and takes less: it starts once.
+        # The undisturbed run comes last, and is faster, because it starts once.
         kills = disturb(training, count, random.Random(seed), end - 0.25 * (end - time.monotonic()))
         curve = losses(training)
         most = check_resumes(training, kills)
@@ -140,7 +141,7 @@ def killed(folder: Path, count: int, seed: int, end: float) -> int:
 
 
 def replaced(folder: Path, count: int, seed: int, end: float) -> int:
-    """The run in which old jobs are not ended; returns how many were replaced."""
+    """Runs jobs that replace jobs that have not ended; returns the number of replacements."""
     jobs: list[Training] = []
     ends = replace_jobs(folder, count, random.Random(seed), end - 0.25 * (end - time.monotonic()), jobs)
     curve = losses(*jobs)
@@ -155,7 +156,7 @@ def replaced(folder: Path, count: int, seed: int, end: float) -> int:
 
 
 def shrunk(folder: Path, count: int, seed: int, end: float) -> int:
-    """The run that loses processes for good; returns how many."""
+    """Runs jobs that lose processes permanently; returns the number of losses."""
     jobs: list[Training] = []
     lost = lose_processes(folder, count, random.Random(seed), end - 0.25 * (end - time.monotonic()), jobs)
     steps = max(job.reached() for job in jobs)
@@ -169,7 +170,7 @@ def shrunk(folder: Path, count: int, seed: int, end: float) -> int:
 
 
 def ended(folder: Path, count: int, seed: int, end: float) -> int:
-    """The run of programs that end while data move; returns how many."""
+    """Runs programs that end while data move; returns their number."""
     moves = end_early(folder, count, random.Random(seed), end)
     print(
         f'{moves.total()} programs ended while data moved: '
@@ -187,7 +188,7 @@ def main() -> int:
     parser.add_argument('--seed', type=int, default=0, help='of the moments and of who is killed')
     parser.add_argument('--minutes', type=float, default=20, help='the longest that each of these may take')
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no training outlives this
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: ends the trainings
     runs = (
         (killed, options.kills),
         (replaced, options.orphans),

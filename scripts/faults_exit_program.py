@@ -1,13 +1,14 @@
-"""A program of two processes that ends right after it has started to move data.
+"""A program of two processes that ends right after it has started a transfer.
 
     python scripts/faults_exit_program.py FOLDER MOVE [OPTION ...]
 
-MOVE is a key of `MOVES`. With the option `dropped` the program drops what the move returns, and `jax` joins
-the processes by `jax.distributed.initialize`. `late` lets process 1 begin to move when process 0 has come to
-its end, and `never` lets process 1 wait until it is killed; both need a move of `NOT_AGREED`. Any number is
+MOVE is a key of `MOVES`. With the option `dropped` the program drops the results of the transfer; with `jax`
+the processes join by `jax.distributed.initialize`. With `late`, process 1 starts the transfer when process 0
+is at its end; with `never`, process 1 waits until it is killed. Both need a move of `NOT_AGREED`. A number is
 the shutdown_timeout.
 
-At its end a process says whether the other has begun to move: with `late`, that it has waited for the data.
+At its end a process prints whether the other has started the transfer. With `late`, this shows that the exit
+waited for the data.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ ROWS = np.arange(32, dtype=np.float32).reshape(8, 4)
 
 
 def alternating() -> MeshShardingHelper:
-    """A mesh whose devices alternate between the processes, so that rows have to move."""
+    """Returns a mesh whose devices alternate between the processes, so that rows have to move."""
     half = jax.device_count() // 2
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     return MeshShardingHelper(
@@ -56,7 +57,7 @@ def rows(helper: MeshShardingHelper) -> jax.Array:
 
 
 def batch(helper: MeshShardingHelper) -> jax.Array:
-    # Processes that agree first are connected when the rows move.
+    # Processes that agree first are already connected when the rows move.
     return helper.local_data_to_global_array(ROWS, check=False)
 
 

@@ -1,7 +1,7 @@
 """Programs that end while their data still move: the fourth run of `faults.py`.
 
-Time and again, two processes start to move data between them, in each of the ways of
-`faults_exit_program.py`, and end without waiting for them. What has to hold:
+Again and again, two processes start a transfer between them, in each of the ways of
+`faults_exit_program.py`, and end without waiting for it. This property is checked:
 
 - both end, within `LONGEST_S`, with exit code 0.
 """
@@ -28,10 +28,10 @@ LONGEST_S = 90  # on a very busy machine
 
 
 def end_early(folder: Path, count: int, chance: random.Random, end: float) -> Counter[str]:
-    """Ends so many programs, or as many as are possible before *end*; returns how many of which move.
+    """Ends up to this many programs, or until *end*; returns how many ended with each move.
 
     Raises:
-        Failed: a process has not ended, or not well.
+        Failed: a process did not end, or ended with an error.
     """
     ended = Counter[str]()
     order = chance.sample(KINDS, len(KINDS))
@@ -45,7 +45,7 @@ def end_early(folder: Path, count: int, chance: random.Random, end: float) -> Co
 
 
 def run(folder: Path, kind: tuple[str, ...]) -> float:
-    """Runs the program in two processes; returns for how many seconds."""
+    """Runs the program in two processes; returns the seconds that it took."""
     folder.mkdir()
     logs = [folder / f'said-{index}' for index in range(2)]
     begun, processes = time.monotonic(), list[subprocess.Popen[bytes]]()

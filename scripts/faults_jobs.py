@@ -1,4 +1,4 @@
-"""Trainings that the runs of `faults.py` disturb: started, watched, and ended."""
+"""Trainings that the runs of `faults.py` disturb: helpers to start, watch and end them."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES = 2
-START_S = 120  # the longest that a start may take until it trains
+START_S = 120  # the longest time from a start to the first step
 ENDLESS = 10**6
 MORE = 20  # steps after the last fault
 STARTED = re.compile(r'^launcher: process (\d+) has id (\d+)$', re.MULTILINE)
 
 
 class Failed(Exception):
-    """What was to hold does not."""
+    """A checked property does not hold."""
 
 
 class Training:
-    """A training under the launcher, in a folder of its own; ended with the ``with`` block.
+    """A training under the launcher, in a separate folder; the end of the ``with`` block ends it.
 
     Args:
-        folder: for what it writes down.
+        folder: the folder of its output.
         goal: the step at which it ends.
-        starts: how often it is started again.
-        steps: where the checkpoints are; in *folder* by default.
-        options: of ``faults_training.py``.
+        starts: the maximum number of restarts.
+        steps: the folder of the checkpoints; in *folder* by default.
+        options: options of ``faults_training.py``.
         launch: options of the launcher, instead of ``--processes``.
     """
 
@@ -60,55 +60,55 @@ class Training:
 
     def __exit__(self, *_: object) -> None:
         if self.launcher.poll() is None:
-            self.launcher.terminate()  # so that it starts nothing again
+            self.launcher.terminate()  # prevents further restarts
             for pid in self.latest().values():
                 kill(pid)
         self.launcher.wait(timeout=60)
 
     def aim_at(self, goal: int) -> None:
-        """The step at which the next start, and those after it, end."""
+        """Sets the step at which the next start, and later ones, end."""
         (self.folder / 'goal').write_text(str(goal))
 
     def started(self) -> list[tuple[int, int]]:
-        """All processes so far: (index, id)."""
+        """Returns all processes so far: (index, id)."""
         matches = STARTED.findall(self.log.read_text(errors='replace'))
         return [(int(index), int(pid)) for index, pid in matches]
 
     def latest(self) -> dict[int, int]:
-        """The ids of the processes that were started last, by index."""
+        """Returns the ids of the processes of the latest start, by index."""
         ids: dict[int, int] = {}
         for index, pid in self.started():
             ids = {index: pid} if index == 0 else {**ids, index: pid}
         return ids
 
     def lines(self) -> list[list[str]]:
-        """What the training has written down: [step, loss] or [step, 'resumed'], as far as it is whole."""
+        """Returns the complete lines that the training has written: [step, loss] or [step, 'resumed']."""
         path = self.folder / 'losses'
         text = path.read_text() if path.exists() else ''
         return [line.split() for line in text[: text.rfind('\n') + 1].splitlines()]
 
     def complete(self) -> int:
-        """The last step of which there is a complete checkpoint; 0 where there is none."""
+        """Returns the last step with a complete checkpoint; 0 if there is none."""
         names = [path.name for path in self.steps.iterdir()] if self.steps.exists() else []
         return max((int(name) for name in names if name.isdecimal()), default=0)
 
     def saving(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """Returns whether a checkpoint is being written."""
         return self.steps.exists() and any('tmp' in path.name for path in self.steps.iterdir())
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float, event: str) -> None:
         end = time.monotonic() + seconds
         while not condition():
             if self.launcher.poll() is not None or time.monotonic() > end:
-                raise Failed(f'{what} did not come.\n{self.log.read_text(errors="replace")[-4000:]}')
+                raise Failed(f'{event} did not come.\n{self.log.read_text(errors="replace")[-4000:]}')
             time.sleep(0.002)
 
     def reached(self) -> int:
-        """The last step whose loss was written."""
-        return max((int(step) for step, what in self.lines() if what != 'resumed'), default=0)
+        """Returns the last step whose loss was written."""
+        return max((int(step) for step, entry in self.lines() if entry != 'resumed'), default=0)
 
     def norm(self) -> str:
-        """What the training says of its parameters at the end."""
+        """Returns the norm of the parameters that the training logs at its end."""
         match = re.search(r'the norm of the parameters is (\S+)', self.log.read_text(errors='replace'))
         if match is None:
             raise Failed(f'the training did not end well:\n{self.log.read_text(errors="replace")[-4000:]}')
@@ -121,10 +121,10 @@ def kill(pid: int) -> None:
 
 
 def losses(*trainings: Training) -> dict[int, str]:
-    """The loss of each step.
+    """Returns the loss of each step.
 
     Raises:
-        Failed: two starts found different values for a step, or a step is missing.
+        Failed: two starts computed different losses for a step, or a step is missing.
     """
     loss_of_step: dict[int, str] = {}
     for step, value in (line for training in trainings for line in training.lines()):

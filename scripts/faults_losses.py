@@ -1,12 +1,12 @@
-"""Jobs that lose processes for good: the third run of `faults.py`.
+"""Jobs that lose processes permanently: the third run of `faults.py`.
 
-A job of four processes loses one after the other, and goes on on three, two and one; the next job begins on
-four again, from the same checkpoints. A process is killed, or stopped, as on a host that cannot be reached:
-while it joins the others, restores, compiles, trains or saves. What has to hold:
+A job of four processes loses one after the other, and continues on three, two and one; the next job starts
+on four again, from the same checkpoints. A process is killed, or stopped as on an unreachable host, while it
+joins the others, restores, compiles, trains or saves. These properties are checked:
 
-- the launcher notices who is lost, and each start is on one process less;
-- each start goes on from a step that is no earlier than the last checkpoint that was complete at the loss;
-- every loss is, up to rounding, that of an undisturbed run: other numbers of devices sum in other orders.
+- the launcher detects the lost process, and each start has one process less;
+- each start continues from the last checkpoint that was complete at the loss, or from a later one;
+- every loss equals that of an undisturbed run up to rounding, since the order of sums depends on the devices.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from faults_training import SAVE_EVERY
 
 HOSTS = 4
 STAGES = ('joining', 'restoring', 'compiling', 'training', 'saving')
-NEXT_S = 240  # the longest until the step after a loss: one that is stopped while it joins is waited for
+NEXT_S = 240  # from a loss to the next step: the others wait for a process that stopped while joining
 ROUNDING = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """One loss: at which stage, of whom, and how long it was until the next step had ended."""
+    """A lost process: its stage and index, and the time until the next step ended."""
 
     stage: str
     stopped: bool
@@ -54,7 +54,7 @@ class Loss:
 def lose_processes(
     folder: Path, count: int, chance: random.Random, end: float, jobs: list[Training]
 ) -> list[Loss]:
-    """Loses so many processes, or as many as are possible before *end*; *jobs* gets the trainings."""
+    """Loses up to this many processes, or until *end*; appends the trainings to *jobs*."""
     lost: list[Loss] = []
     while len(lost) < count and (not lost or time.monotonic() < end):
         with start(folder, jobs, ENDLESS) as job:
@@ -78,7 +78,7 @@ def start(folder: Path, jobs: list[Training], goal: int) -> Training:
 
 
 def lose(job: Training, left: int, chance: random.Random) -> Loss:
-    """Waits for a random moment of the latest start, which is of one process more than are to be left."""
+    """Waits for a random moment of the latest start, which has one process more than *left*, and ends one."""
     stage = chance.choice(STAGES)
     job.wait_for(lambda: len(job.latest()) == left + 1, START_S, f'a start on {left + 1}')
     if stage == 'joining':
@@ -101,7 +101,7 @@ def lose(job: Training, left: int, chance: random.Random) -> Loss:
         os.kill(job.latest()[whom], signal.SIGSTOP if stopped else signal.SIGKILL)
     job.wait_for(lambda: has_done_a_step(job, left), NEXT_S, f'a step on {left}')
     seconds = time.monotonic() - begun
-    resumed = [int(step) for step, what in job.lines()[line:] if what == 'resumed'][-1]
+    resumed = [int(step) for step, entry in job.lines()[line:] if entry == 'resumed'][-1]
     if resumed < complete:
         raise Failed(f'step {complete} was complete, and the start after went on from step {resumed}')
     return Loss(stage, stopped, whom, left, complete, seconds)
@@ -112,15 +112,15 @@ def has_done_a_step(job: Training, processes: int) -> bool:
 
 
 def since_start(job: Training) -> str:
-    """What was said since the latest start."""
+    """Returns the log since the latest start."""
     return job.log.read_text(errors='replace').rpartition('launcher: process 0 has id')[2]
 
 
 def farthest(trainings: Sequence[Training]) -> float:
-    """The largest relative difference between two values for the loss of one step.
+    """Returns the largest relative difference between two losses of one step.
 
     Raises:
-        Failed: it is no rounding.
+        Failed: it is larger than rounding.
     """
     losses_of_step: dict[int, list[float]] = {}
     for step, value in (line for training in trainings for line in training.lines()):
@@ -134,7 +134,7 @@ def farthest(trainings: Sequence[Training]) -> float:
 
 
 def summary(lost: Sequence[Loss]) -> str:
-    """How many processes were lost when, and the seconds from there to the end of the next step."""
+    """Returns the number of lost processes by stage, and the seconds until the next step ended."""
     stages = Counter(loss.stage for loss in lost)
     lines = [f'{len(lost)} processes lost: {", ".join(f"{stages[name]} while {name}" for name in STAGES)}.']
     for name, stopped in (('killed', False), ('stopped', True)):

@@ -1,15 +1,15 @@
-"""Jobs that were not ended when others were started in their place: the second run of `faults.py`.
+"""Jobs that still run while their replacements start: the second run of `faults.py`.
 
-Time and again, a job of two processes is started on the checkpoints of another that goes on meanwhile, or
-that was stopped in the middle of a save, as on a host that cannot be reached, and goes on later. What has to
-hold:
+Again and again, a job of two processes starts on the checkpoints of another job that keeps running, or that
+was stopped in the middle of a save, as on an unreachable host, and continues later. These properties are
+checked:
 
-- the new job goes on from the last checkpoint that was complete when it started, or from a later one; where
-  the old one has saved another since, the new one's first save is refused, and so is the old one's next: the
-  new one is started once more;
-- the old one ends with an error that names process 0 of a newer job, and none of its steps come after that;
-- no step holds arrays of two jobs, and every step is, by its checksums, what was written;
-- the losses and the parameters are, to the last bit, those of a run that nobody disturbed.
+- the new job continues from the last checkpoint that was complete when it started, or from a later one. If
+  the old job has saved another since, the new job's first save fails, and so does the old job's next save;
+  the new job is then started once more;
+- the old job ends with an error that names process 0 of a newer job, and saves no steps after that;
+- no step holds arrays of two jobs, and the checksums of every step match;
+- the losses and the parameters are bit-identical to those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from scalax.sharding import MeshShardingHelper, PartitionSpec
 
 REFUSED = ', from another run or from later in this one'
 TAKEN = re.compile(r'now has another writer: process (\d+) on host')
-# A step takes long enough, and is kept long enough, for the next job to restore it meanwhile.
+# Steps are slow enough, and kept long enough, for the next job to restore one.
 OPTIONS = ('--keep=30', '--pause=0.1')
 HOWS = ('training', 'stopped in a save')
-NEWEST = 6  # so many steps are looked at behind each start
+NEWEST = 6  # the number of steps to check after each start
 
 
 def replace_jobs(
     folder: Path, restarts: int, chance: random.Random, end: float, jobs: list[Training]
 ) -> Counter[str]:
-    """Starts so many jobs, each in place of one that is not ended, or as many as are possible before *end*.
+    """Starts up to this many jobs while their predecessors still run, or until *end*.
 
     Args:
-        folder: for all that is written.
-        restarts: how many jobs are replaced.
-        chance: of the moments.
-        end: by ``time.monotonic()``.
-        jobs: gets the trainings, the last of which was started when all others had ended.
+        folder: the folder of all output.
+        restarts: the number of jobs to replace.
+        chance: draws the moments.
+        end: the time limit, by ``time.monotonic()``.
+        jobs: the list to append trainings to; the last one starts when all others have ended.
 
     Returns:
-        How often which kind of old job ended how.
+        The counts of old jobs by kind and end.
     """
     ends = Counter[str]()
     with contextlib.ExitStack() as stack:
@@ -96,7 +96,7 @@ def start(folder: Path, number: int, goal: int) -> Training:
 
 
 def wait_for_saves(job: Training, number: int) -> int:
-    """Until a job has saved two steps; returns that from which it goes on."""
+    """Waits until a job has saved two steps; returns the step from which it continues."""
     job.wait_for(lambda: bool(job.lines()), START_S, f'the start of job {number}')
     first = int(job.lines()[0][0])
     job.wait_for(lambda: job.reached() > first + 3 * SAVE_EVERY, START_S, f'a save of job {number}')
@@ -110,7 +110,7 @@ def send(job: Training, number: signal.Signals) -> None:
 
 
 def ended(old: Training, jobs: list[Training]) -> str:
-    """Waits for the end of a job that has been replaced; returns how that was."""
+    """Waits until a replaced job has ended; returns how it ended."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         old.launcher.wait(timeout=START_S)
     text = old.log.read_text(errors='replace')
@@ -126,7 +126,7 @@ def ended(old: Training, jobs: list[Training]) -> str:
 
 
 def check(folder: Path, first: int, number: int) -> None:
-    """That the newest steps are whole, and those behind *first* the newest job's."""
+    """Checks that the newest steps are complete, and that steps after *first* belong to the newest job."""
     like = {
         'mark': jax.ShapeDtypeStruct((WIDTH,), np.int32),
         'marks': {'mark': jax.ShapeDtypeStruct((4, WIDTH), np.int32)},
@@ -141,7 +141,7 @@ def check(folder: Path, first: int, number: int) -> None:
         except CheckpointError as error:
             if (folder / 'steps' / str(step)).exists():
                 raise Failed(f'step {step}: {error}') from error
-            continue  # a newer one has come
+            continue  # a newer job has started
         job = job_of([state[name] for name in MARKS])
         if step > first and job != number:
             raise Failed(f'step {step} is of job {job}, and job {number} has gone on from step {first}')

@@ -1,13 +1,13 @@
-"""The training that `faults.py` disturbs: tiny, and with all that a run has to take up again.
+"""The training that `faults.py` disturbs: tiny, and with every kind of state that a run restores.
 
     python scripts/faults_training.py FOLDER [--steps=FOLDER] [--job=NUMBER] [--keep=STEPS] [--pause=SECONDS]
                                       [--any-number]
 
-Parameters and Adam's moments are sharded over all devices of all processes, the state is donated, noise is
-drawn from a key in it, data come in shuffled epochs from an iterator with a state, loaded ahead. It goes on
-until the step that stands in FOLDER/goal, and saves every few steps. Process 0 writes every loss, to the
-last bit, into FOLDER/losses. Some arrays of the state hold the number of the job, and nothing depends on
-them: in a step that two jobs have written, they would hold two numbers.
+Parameters and Adam's moments are sharded over all devices of all processes, the state is donated and contains
+a PRNG key, and data are prefetched in shuffled epochs from an iterator with a state. It runs until the step
+in FOLDER/goal, and saves every few steps. Process 0 writes every loss exactly to FOLDER/losses. Some arrays
+of the state hold the number of the job, and nothing depends on them: a step written by two jobs would contain
+two numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from scalax.checkpoint import Checkpointer
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PartitionSpec
 
 SAVE_EVERY = 3
-ROWS, WIDTH, EXAMPLES = 24, 48, 120  # five batches an epoch; all are divisible by 8, 6, 4 and 2 devices
+ROWS, WIDTH, EXAMPLES = 24, 48, 120  # five batches per epoch, all divisible by 8, 6, 4 and 2 devices
 JOIN_S = 60
 MARKS = ('mark', 'marks')  # the arrays with the number of the job
 
@@ -38,7 +38,7 @@ optimizer = optax.adam(1e-2)
 
 
 class Epochs(Iterator[np.ndarray]):
-    """Examples in another order in each epoch: `rows` of every batch."""
+    """Examples in a different order in each epoch: the `rows` of every batch."""
 
     def __init__(self, rows: slice) -> None:
         self.rows, self.batch = rows, 0
@@ -80,12 +80,12 @@ def train_step(state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any],
 
 
 def marked(state: dict[str, Any], job: int) -> dict[str, Any]:
-    """The state of a job of that number."""
+    """Returns the state of a job with that number."""
     return {**state, 'mark': jnp.full(WIDTH, job), 'marks': {'mark': jnp.full((4, WIDTH), job)}}
 
 
 def job_of(marks: Any) -> int:
-    """The number of the job that has saved a step, all of it."""
+    """Returns the number of the job that saved all of a step."""
     numbers = {int(number) for leaf in jax.tree.leaves(marks) for number in np.unique(leaf)}
     if len(numbers) > 1:
         raise SystemExit(f'mixed: a step is of the jobs {sorted(numbers)}')
@@ -123,7 +123,7 @@ def main() -> int:
     if checkpoints.latest_step() is None:
         state = helper.sjit(lambda: start(init()), out_shardings=rule)()
     else:
-        # The state of an iterator is for as many processes as have saved it.
+        # The state of an iterator depends on the number of processes that saved it.
         data = None if options.any_number else epochs
         state = checkpoints.restore(helper, rule, lambda: start(init()), data=data, verify=True)
         marks = helper.gather([state[name] for name in MARKS])

@@ -1,10 +1,9 @@
-"""Draws compositions of rules and headers of safetensors files, until one is not treated as the docs say.
+"""Draws compositions of rules and headers of safetensors files, until the documented behavior is violated.
 
 Usage: python scripts/fuzz.py [--max-examples N] [--headers N] [--seed S]
 
-The tests are those of the suite, with other examples: in rounds, each a run of pytest with a seed of its
-own, so that progress shows and memory is given back. The first round that fails ends it. The seed is
-printed; the same seed draws the same examples.
+It runs tests of the suite on other examples, in rounds: each round is a pytest run with its own seed, which
+shows progress and frees memory. The first round that fails ends it. The printed seed reproduces the examples.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ class Tests(NamedTuple):
     """Tests that draw examples.
 
     Attributes:
-        option: the option that says how many.
-        what: what they draw.
+        option: the pytest option for the number of examples.
+        examples: the examples that they draw, for messages.
         selection: the arguments of pytest that select them.
-        suite: about how many they draw in all where the profile says 100.
-        round: how many a run of pytest draws.
+        suite: the approximate number of examples of all tests at a profile of 100.
+        round: the number of examples of a pytest run.
     """
 
     option: str
-    what: str
+    examples: str
     selection: tuple[str, ...]
     suite: int
     round: int
@@ -55,7 +54,7 @@ COMPOSITIONS = Tests(
 
 
 def run_tests(arguments: list[str], **env: str) -> str:
-    """Runs tests, and returns what pytest prints; nothing where one failed, after printing that."""
+    """Runs tests, and returns pytest's output; if a test fails, prints the output and returns None."""
     command = ['-m', 'pytest', '-p', 'no:cacheprovider', '-q', '-x', f'--timeout={ROUND_TIMEOUT_S}']
     done = subprocess.run(
         [sys.executable, *command, *arguments],
@@ -73,7 +72,7 @@ def run_tests(arguments: list[str], **env: str) -> str:
 
 
 def run_round(tests: Tests, seed: int, examples: int) -> int:
-    """Draws about that many examples and returns how many passed; none where one failed."""
+    """Draws about that many examples and returns how many passed; None if a test fails."""
     profile = ['--hypothesis-profile=fuzz', f'--hypothesis-seed={seed}', '--hypothesis-show-statistics']
     scale = str(max(1, math.ceil(100 * examples / tests.suite)))
     printed = run_tests([*profile, *tests.selection], FUZZ_EXAMPLES=scale)
@@ -81,7 +80,7 @@ def run_round(tests: Tests, seed: int, examples: int) -> int:
 
 
 def fuzz(tests: Tests, seed: int, total: int) -> None:
-    """Runs rounds until there were enough examples or one fails."""
+    """Runs rounds until enough examples were drawn or a test fails."""
     begun, drawn = time.monotonic(), 0
     while drawn < total:
         examples = min(tests.round, total - drawn)
@@ -90,12 +89,12 @@ def fuzz(tests: Tests, seed: int, total: int) -> None:
             counts = dict.fromkeys((HEADERS.option, COMPOSITIONS.option), 0) | {tests.option: examples}
             again = ' '.join(f'{option} {count}' for option, count in counts.items())
             sys.exit(
-                f'FAILED after {drawn:,} {tests.what}. Once more: make fuzz ARGS="--seed {seed} {again}"'
+                f'FAILED after {drawn:,} {tests.examples}. Once more: make fuzz ARGS="--seed {seed} {again}"'
             )
         drawn, seed = drawn + passed, seed + 1
         seconds = time.monotonic() - begun
         rate = drawn / seconds
-        print(f'{drawn:,} {tests.what} passed in {seconds:.0f} s, {rate:.0f} a second', flush=True)
+        print(f'{drawn:,} {tests.examples} passed in {seconds:.0f} s, {rate:.0f} a second', flush=True)
 
 
 def main() -> None:

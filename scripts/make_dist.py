@@ -1,8 +1,8 @@
-"""Makes the source distribution and the wheel, and uses them as a user does.
+"""Builds the source distribution and the wheel, and uses them as a user does.
 
-Usage: ``make dist``. They are built in dist/ and checked by twine. In a clean environment, with packages from
-the index, the wheel is installed, imported and run: the first blocks of the README, ``scalax --version`` and
-``scalax doctor``. Each extra is resolved, without an installation.
+Usage: ``make dist``. They are built in dist/ and checked with twine. The wheel is installed in a clean
+environment with packages from the index, and used: the first blocks of the README, ``scalax --version`` and
+``scalax doctor``. Each extra is resolved, but not installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INPUTS = ['setup.py', 'pyproject.toml', 'MANIFEST.in', 'LICENSE', 'README.md', '
 EXTRAS = ['plan', 'checkpoint', 'all']
 TIMEOUT_S = 1000
 
-# Run by the clean environment's interpreter.
+# The clean environment's interpreter runs this.
 IMPORT_EVERYTHING = """
 import importlib, importlib.metadata, pkgutil, sys
 import scalax
@@ -43,10 +43,10 @@ print(f'imported {len(names)} modules{"".join(lacking)}')
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Runs a command without what the environment of this process would lend it; returns what it prints.
+    """Runs a command without this process's Python settings; returns its output.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the command failed.
     """
     lent = ('PYTHONPATH', 'PYTHONHOME', 'PYTHONWARNINGS', 'XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')
     env = {key: value for key, value in os.environ.items() if key not in lent}
@@ -57,8 +57,8 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def build(folder: Path) -> Path:
-    """Builds both, the wheel from the source distribution, and has twine check them; returns the wheel."""
-    with tempfile.TemporaryDirectory() as name:  # setuptools writes files beside the sources
+    """Builds both, the wheel from the source distribution, and checks them with twine; returns the wheel."""
+    with tempfile.TemporaryDirectory() as name:  # setuptools writes files next to the sources
         source = Path(name)
         for file in INPUTS:
             shutil.copy(ROOT / file, source)
@@ -71,7 +71,7 @@ def build(folder: Path) -> Path:
 
 
 def smoke_test(environment: Path, folder: Path) -> list[str]:
-    """Uses the scalax that an environment has; returns a line about each use.
+    """Uses the scalax that is installed in an environment; returns a line about each use.
 
     Args:
         environment: the environment.
@@ -89,7 +89,7 @@ def smoke_test(environment: Path, folder: Path) -> list[str]:
 
 
 def first_blocks(page: str) -> tuple[str, str]:
-    """The Python blocks of a page down to the first text that they print, and that text."""
+    """Returns the Python blocks of a page up to the first printed text, and that text."""
     code = ''
     for language, text in re.findall(r'^```(python|text)\n(.*?)^```$', page, re.MULTILINE | re.DOTALL):
         if language == 'text':

@@ -1,9 +1,9 @@
-"""Makes the notebooks of docs/ from Python files beside them: the same cells, with what they print and show.
+"""Makes the notebooks of docs/ from Python scripts: the same cells, and their outputs.
 
-Usage: ``make tutorial``, or ``make tutorial ARGS=--check``, which writes nothing and shows in what the
-notebooks differ; ``ARGS=docs/tutorial.py`` makes one. A cell begins at a line ``# %%``, one of text at
-``# %% [markdown]``. ``# %% tags=["tpu"]`` and ``["gpu"]`` mark what a compiler shows: without it, the output
-is kept.
+Usage: ``make tutorial``, or ``make tutorial ARGS=--check``, which writes nothing and prints how the notebooks
+differ; ``ARGS=docs/tutorial.py`` makes one. A cell begins at a line ``# %%``, a text cell at
+``# %% [markdown]``. ``# %% tags=["tpu"]`` and ``["gpu"]`` mark cells that need a compiler; without it, their
+outputs are kept.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HEADER = re.compile(r'# %%(?P<text> \[markdown\])?(?: tags=(?P<tags>\[.*\]))?')
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: its text as a notebook has it, the line of the script where that begins, and its tags."""
+    """A cell: its text in the notebook, the line of the script where it begins, and its tags."""
 
     is_code: bool
     text: str
@@ -42,7 +42,7 @@ class Cell:
 
 
 def read_cells(script: str) -> list[Cell]:
-    """The cells of a script."""
+    """Returns the cells of a script."""
     cells: list[Cell] = []
     lines = script.splitlines()
     starts = [(number, match) for number, line in enumerate(lines) if (match := _HEADER.fullmatch(line))]
@@ -57,8 +57,8 @@ def read_cells(script: str) -> list[Cell]:
 
 
 def run(cells: list[Cell], script: Path) -> Iterator[list[dict[str, Any]]]:
-    """Runs the cells in order, in one module; yields the outputs of each in the notebook's format."""
-    # A real module, because dataclasses and pickle look up where a class was defined.
+    """Runs the cells in order, in one module; yields the outputs of each in the notebook format."""
+    # A real module, because dataclasses and pickle look up the module of a class.
     module = types.ModuleType(script.stem)
     sys.modules[module.__name__] = module
     try:
@@ -98,7 +98,7 @@ def _lines(text: str) -> list[str]:
 
 
 def notebook(cells: list[Cell], outputs: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """The notebook of these cells and outputs (format 4.5)."""
+    """Returns the notebook of these cells and outputs (format 4.5)."""
     notebook_cells: list[dict[str, Any]] = []
     for number, (cell, shown) in enumerate(zip(cells, outputs, strict=True)):
         count = 1 + sum(notebook_cell['cell_type'] == 'code' for notebook_cell in notebook_cells)
@@ -118,7 +118,7 @@ def notebook(cells: list[Cell], outputs: list[list[dict[str, Any]]]) -> dict[str
 
 
 def differences(new: dict[str, Any], old: dict[str, Any]) -> str:
-    """In what two notebooks differ, line by line; empty if in nothing."""
+    """Returns the differences between two notebooks, line by line; empty if there are none."""
     texts = [json.dumps(content, indent=1, ensure_ascii=False).splitlines() for content in (old, new)]
     return '\n'.join(difflib.unified_diff(*texts, 'notebook', 'script', lineterm='', n=5))
 
@@ -126,7 +126,7 @@ def differences(new: dict[str, Any], old: dict[str, Any]) -> str:
 def with_kept(
     cells: list[Cell], outputs: list[list[dict[str, Any]]], kept: dict[str, Any]
 ) -> list[list[dict[str, Any]]]:
-    """The outputs, with those that a notebook has already where a compiler would be needed."""
+    """Returns the outputs, with those of the existing notebook for cells whose compiler is missing."""
     missing = set() if importlib.util.find_spec('libtpu') else {'tpu'}
     cuda = any(map(importlib.util.find_spec, ('jax_cuda12_plugin', 'jax_cuda13_plugin')))
     missing |= set() if cuda else {'gpu'}
@@ -136,7 +136,7 @@ def with_kept(
 
 
 def make(script: Path, check: bool) -> bool:
-    """Makes or checks one notebook; whether it is as the script makes it."""
+    """Makes or checks one notebook; returns whether it matches the script."""
     file = script.with_suffix('.ipynb')
     kept = json.loads(file.read_text(encoding='utf-8')) if file.exists() else {'cells': []}
     cells = read_cells(script.read_text(encoding='utf-8'))
@@ -155,11 +155,11 @@ def main() -> int:
     parser.add_argument('scripts', nargs='*', type=Path, help='the Python files; all by default')
     parser.add_argument('--check', action='store_true', help='write nothing, show differences')
     options = parser.parse_args()
-    os.environ['COLUMNS'] = '100'  # pictures as text are as wide as the terminal
+    os.environ['COLUMNS'] = '100'  # text pictures are as wide as the terminal
     scripts = [script.resolve() for script in options.scripts or SCRIPTS]
     if len(scripts) == 1:
         return int(not make(scripts[0], options.check))
-    # A process for each, as a fresh kernel: each chooses the number of devices itself.
+    # Each notebook runs in a new process, like a fresh kernel, because it chooses its number of devices.
     flags = ['--check'] if options.check else []
     codes = [subprocess.run([sys.executable, __file__, *flags, script]).returncode for script in scripts]
     return int(any(codes))

@@ -1,10 +1,11 @@
-"""Changes one place of scalax/ at a time in a copy of this folder, and tells which changes no test notices.
+"""Mutates scalax/ in a copy of this folder, one change at a time, and lists the mutants that no test catches.
 
 Usage: python -m scripts.mutants [--count 200] [--seed 0] [--jobs N] [--output mutants.json]
 
-First every quick test runs once, to learn which lines it reaches; that is kept in .mutants/ until the source
-or the test's file changes. Then, for each mutant, those tests run that reach its line: its room's first, and
-the quickest first. A mutant that makes them fail, stop or run out of time is caught. Needs Python 3.12.
+First every quick test runs once to record the lines that it reaches, which is cached in .mutants/ until the
+source or the test's file changes. Then, for each mutant, the tests that reach its line run: those of its
+package first, and the quickest first. A mutant is caught if a test fails, stops or runs out of time. Needs
+Python 3.12.
 """
 
 import argparse
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / '.mutants'
 FOLDERS = ['scalax', 'tests', 'scripts', 'examples', 'benchmarks', 'docs']
 FILES = ['conftest.py', 'pyproject.toml', 'setup.py', 'README.md', 'CHANGELOG.md', 'Makefile', 'MANIFEST.in']
-# These test other things than scalax/, or in processes whose lines are not seen.
+# These do not test scalax/, or test it in processes whose lines are not recorded.
 IGNORED = [
     'tests/tools',
     'tests/docs',
@@ -42,7 +43,7 @@ IGNORED = [
 IGNORED += ['test_examples.py', 'test_launch.py', 'test_lost_processes.py', 'processes.py']
 NOT_RUN = ('annotation', 'returns', 'type_params')
 CPU_S, WALL_S, LEARN_S = 60, 240, 900
-ROUNDS = [(5.0, 40), (20.0, 400)]  # seconds and number of the tests that run together
+ROUNDS = [(5.0, 40), (20.0, 400)]  # the seconds and the number of tests that run together
 SWAPPED = [(ast.Eq, ast.NotEq), (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Is, ast.IsNot)]
 SWAPPED += [(ast.In, ast.NotIn), (ast.And, ast.Or), (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv)]
 SWAPS = {**dict(SWAPPED), **{b: a for a, b in SWAPPED}, ast.Div: ast.Mult, ast.Mod: ast.Mult}
@@ -50,10 +51,10 @@ SWAPS = {**dict(SWAPPED), **{b: a for a, b in SWAPPED}, ast.Div: ast.Mult, ast.M
 
 @dataclass
 class Mutant:
-    """One change: the text of a node, and what stands there instead."""
+    """A change: the text of a node, and its replacement."""
 
     file: str
-    lines: tuple[int, int]  # that a test reaches; without any, the whole file
+    lines: tuple[int, int]  # the line that a test reaches; if there is none, the entire file
     kind: str
     span: tuple[int, int, int, int]
     before: str
@@ -70,7 +71,7 @@ class Mutant:
 
 
 def changes(node: ast.AST):
-    """What could stand in the place of a node: kinds, nodes and texts."""
+    """Yields replacements of a node: kinds, nodes and texts."""
     match node:
         case ast.Compare(ops=[op]):
             swapped = ast.Compare(node.left, [SWAPS[type(op)]()], node.comparators)
@@ -103,7 +104,7 @@ def text_of(node: ast.AST) -> str:
 
 
 def mutants_of(file: str, source: str):
-    """All mutants of a file, but for those of annotations, messages and what only type checkers read."""
+    """Yields all mutants of a file, except in annotations, messages and code for type checkers."""
 
     def visit(node: ast.AST, function: bool, quiet: bool):
         context_nodes = [
@@ -133,7 +134,7 @@ def mutants_of(file: str, source: str):
 
 
 def chosen_mutants(count: int, seed: int) -> list[Mutant]:
-    """Mutants of each room by its number of places, of each kind alike, no two of a line."""
+    """Returns mutants of each package in proportion to its size, evenly by kind, at most one per line."""
     rooms: dict[str, dict[str, list[Mutant]]] = {}
     for path in sorted((ROOT / 'scalax').rglob('*.py')):
         for mutant in mutants_of(str(path.relative_to(ROOT)), path.read_text(encoding='utf-8')):
@@ -148,7 +149,9 @@ def chosen_mutants(count: int, seed: int) -> list[Mutant]:
 
 
 def room_of(file: str) -> str:
-    """scalax/_planning/cost/flops.py -> tests/planning; scalax/errors.py -> tests/test_errors."""
+    """Returns the tests of a file: scalax/_planning/cost/flops.py -> tests/planning; scalax/errors.py ->
+    tests/test_errors.
+    """
     *folders, name = file.removesuffix('.py').split('/')[1:]
     names = [folder.removeprefix('_') for folder in folders] or ['test_' + name.lstrip('_')]
     while len(names) > 1 and not Path(ROOT, 'tests', *names).is_dir():
@@ -157,7 +160,7 @@ def room_of(file: str) -> str:
 
 
 class Tests:
-    """A pytest plugin: keeps the chosen tests; with a report, writes which lines each reaches."""
+    """A pytest plugin that selects the chosen tests; with a report, it writes the lines that each reaches."""
 
     def __init__(self, chosen: list[str] | None, report: str | None) -> None:
         self.order = {name: index for index, name in enumerate(chosen or ())}
@@ -200,7 +203,7 @@ class Tests:
 
 
 def run_tests(folder: str, log: str, files: list[str], chosen: list[str] | None, report: str | None) -> None:
-    """In a process of its own, that has imported JAX and no scalax."""
+    """Runs tests in a new process that has imported JAX but not scalax."""
     os.setsid()
     os.chdir(folder)
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -221,7 +224,7 @@ def run_tests(folder: str, log: str, files: list[str], chosen: list[str] | None,
 
 
 def in_process(seconds: float, *args) -> int:
-    """The exit status of tests in a process; negative where it had to be ended."""
+    """Returns the exit status of tests in a process; negative if it had to be killed."""
     process = multiprocessing.get_context('forkserver').Process(target=run_tests, args=args)
     process.start()
     process.join(seconds)
@@ -242,7 +245,7 @@ def copy_of_root(folder: Path) -> Path:
 
 
 def learned(folder: Path, logs: Path, jobs: int) -> list[dict]:
-    """Which lines each test reaches, and how long it takes; run anew where the source or its file changed."""
+    """Returns the lines that each test reaches and its time; reruns tests whose source or file changed."""
     CACHE.mkdir(exist_ok=True)
     common = hashlib.sha256()
     for path in [*sorted((ROOT / 'scalax').rglob('*.py')), *sorted((ROOT / 'tests/support').rglob('*.py'))]:
@@ -270,7 +273,7 @@ def learned(folder: Path, logs: Path, jobs: int) -> list[dict]:
 
 
 def tests_of(mutant: Mutant, tests: list[dict]) -> list[list[str]]:
-    """The tests that could notice a mutant, in rounds."""
+    """Returns the tests that could catch a mutant, in rounds."""
     changed_lines, room = set(range(mutant.lines[0], mutant.lines[1] + 1)), room_of(mutant.file)
     seen = [(test, test['lines'].get(mutant.file)) for test in tests]
     reaching = [test for test, lines in seen if lines and (lines & changed_lines or changed_lines == {0})]
@@ -285,7 +288,7 @@ def tests_of(mutant: Mutant, tests: list[dict]) -> list[list[str]]:
 
 
 def judge(mutant: Mutant, tests: list[dict], folder: Path, log: Path) -> None:
-    """Runs the tests of a mutant, and notes which one caught it."""
+    """Runs the tests of a mutant, and records the test that caught it."""
     path = folder / mutant.file
     source = path.read_text(encoding='utf-8')
     path.write_text(mutant.applied(source), encoding='utf-8')

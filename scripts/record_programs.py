@@ -1,22 +1,22 @@
-"""Compiles the programs of tests/support for TPUs and GPUs that are not here, and records them.
+"""Compiles the programs of tests/support for absent TPUs and GPUs, and records them.
 
 Usage: python -m scripts.record_programs [--dumps FOLDER] NAME ...
        python -m scripts.record_programs [--dumps FOLDER] --all
        python -m scripts.record_programs --check [NAME ...]
 
-A recording is a file in tests/recorded, which tests/support/recorded.py reads: the program as the partitioner
-leaves it, the program after all optimizations, the compiler's tables of memory and its figures. The tests of
-plans read these and need no compiler. Record anew with a new release of JAX, or after a change of
-tests/support/tpu_programs.py or gpu_programs.py, whose lines the programs name.
+A recording is a file in tests/recorded, which tests/support/recorded.py reads: the partitioned program, the
+optimized program, the compiler's memory tables and its statistics. The tests of plans read recordings, so
+they need no compiler. Record again after a new release of JAX, or after a change of
+tests/support/tpu_programs.py or gpu_programs.py, whose line numbers are in the programs.
 
---check compiles the programs anew and counts what their executables send and compute, by a reader that shares
-no code with scalax (tests/support/executable_reader.py): the counts must be those of the recordings, and of
-quick plans.
---dumps keeps what the compiler writes in a folder, and does not compile again what is there.
+--check compiles the programs again and counts the communication and FLOPs of their executables with a reader
+that shares no code with scalax (tests/support/executable_reader.py). The counts must equal those of the
+recordings and of quick plans.
+--dumps keeps the compiler's dumps in a folder, and does not compile programs that are already there.
 
-Needs the compilers: pip install "jax[tpu]" and "scalax[gpu-plan]"; for attention of cuDNN nvidia-cudnn-cu12,
-with its library where the loader finds it: --check leaves this out where it is not. All default compilations
-take about 1,100 CPU seconds and up to 3 GiB of memory.
+Needs the compilers: pip install "jax[tpu]" and "scalax[gpu-plan]". cuDNN attention also needs
+nvidia-cudnn-cu12, with its library where the loader finds it; otherwise --check skips it. All default
+compilations take about 1,100 CPU seconds and up to 3 GiB of memory.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def compile_fully(name: str, folder: Path) -> None:
-    """Compiles a program as a user does, and leaves the executable and the dumps in *folder*."""
+    """Compiles a program as a user does, and writes the executable and the dumps to *folder*."""
     if (folder / 'memory.json').exists():
         return
     shutil.rmtree(folder, ignore_errors=True)
@@ -93,7 +93,7 @@ def compile_fully(name: str, folder: Path) -> None:
 
 
 def fully(name: str, folder: Path) -> Recorded:
-    """The default compilation."""
+    """Returns the executable of the default compilation."""
     compile_fully(name, folder)
     memory = json.loads((folder / 'memory.json').read_text(encoding='utf-8'))
     executable, optimized = _dump(folder, 'executable'), _dump(folder, 'after_optimizations')
@@ -110,7 +110,7 @@ def fully(name: str, folder: Path) -> Recorded:
 
 
 def compared(name: str, folder: Path) -> str:
-    """What differs between an executable and the recording; empty if nothing does."""
+    """Returns the differences between an executable and the recording; empty if there are none."""
     compile_fully(name, folder)
     then = recorded(name)
     here, before = _counts(name, _dump(folder, 'executable')), _counts(name, then.executable)
@@ -142,12 +142,12 @@ def _program(name: str) -> dict[str, Any]:
         'topology': program.topology,
         'mesh': program.mesh,
         'slices': program.slices,
-        'versions': {what: importlib.metadata.version(what) for what in ('jax', compiler)},
+        'versions': {package: importlib.metadata.version(package) for package in ('jax', compiler)},
     }
 
 
-def _dump(folder: Path, what: str) -> str:
-    *_, file = sorted(folder.glob(f'*{what}.txt'))  # of a pass: what it left, after what it was given
+def _dump(folder: Path, name: str) -> str:
+    *_, file = sorted(folder.glob(f'*{name}.txt'))  # a pass dumps its output after its input
     return file.read_text(encoding='utf-8')
 
 
