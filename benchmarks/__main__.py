@@ -1,12 +1,12 @@
 """``python -m benchmarks [--rounds N] [--only NAME] [--against 0.2.5]``: the tables of docs/benchmarks.md.
 
 ``--only unchanged [--model NAME] [--topology v5e:2x4]``: the tables of benchmarks/unchanged/tables.md.
-``--only others [--model NAME] [--topology v5e:2x4]``: models that others wrote, of the same page.
+``--only others [--model NAME] [--topology v5e:2x4]``: third-party models, in the same file.
 ``--only auto_sharding [--model NAME] [--topology v5e:2x4] [--slices 2] [--budget SECONDS]``:
-    rules that autoshard chooses, beside known ones.
-``--only published [--model NAME]``: steps on GPUs that others published: benchmarks/published/table.md.
-``--only gpu [--model NAME]``: steps on the GPU that is here, beside their plans, of docs/estimates.md.
-``--only stages [--model 70B] [--topology h100]``: pipeline stages by hand, beside FSDP and HSDP.
+    the rules that autoshard chooses, compared with expert rules.
+``--only published [--model NAME]``: published GPU step times: benchmarks/published/table.md.
+``--only gpu [--model NAME]``: steps on the local GPU, compared with their plans: docs/estimates.md.
+``--only stages [--model 70B] [--topology h100]``: hand-written pipelines, compared with FSDP and HSDP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax
 from benchmarks.timing import render
 from scalax.utils import quiet_libtpu
 
-# Tables of their own, which take minutes: they are printed only if their whole name is given.
+# Separate tables that take minutes, so `--only` has to name them in full.
 UNCHANGED, OTHERS, AUTO_SHARDING, PUBLISHED = 'unchanged', 'others', 'auto_sharding', 'published'
 GPU, STAGES = 'gpu', 'stages'
 
@@ -92,7 +92,7 @@ def main() -> None:
         others_table.show(options.topology, options.model)
         return
 
-    # Imported here: they build meshes, and the devices must be there first.
+    # Imported late: these modules build meshes, which initializes the devices.
     from benchmarks.groups import all_groups, run
 
     groups = all_groups(options.rounds)

@@ -1,9 +1,10 @@
-"""This scalax beside a release: each against hand-written JAX, in processes of their own.
+"""This checkout of scalax compared with a release: both are timed against hand-written JAX, in separate
+processes.
 
-Two libraries of one name cannot take turns within a process. So each is compared with hand-written JAX
-inside its own process, call by call, and what is set side by side are the ratios; the processes alternate,
-and the medians of their ratios are shown. Both run on the interpreter, the JAX and the machine of the
-environment into which the release is installed.
+One process cannot import two libraries of the same name. So each library is timed against hand-written JAX
+in its own process, call by call, and the table compares these ratios. The processes alternate,
+and the table shows the medians of their ratios. Both libraries use the interpreter and the JAX of the
+environment in which the release is installed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _TIMEOUT_S = 1800
 
 
 def table(release: str, rounds: int, only: str, repeats: int) -> str:
-    """The comparison as text: what was compared, and a Markdown table."""
+    """Returns the comparison as text: the versions, and a Markdown table."""
     python = ROOT / f'.venv-{release}' / 'bin' / 'python'
     if not python.exists():
         sys.exit(f'there is no {python}: make bench ARGS="--against {release}" makes it')
@@ -49,7 +50,7 @@ def table(release: str, rounds: int, only: str, repeats: int) -> str:
 
 
 def measure(python: str, library: str, devices: int, rounds: int, only: str) -> dict[str, Any]:
-    """What one process says; see ``worker.py``."""
+    """Returns the measurements of one process (``worker.py``)."""
     hidden = ('PYTHONPATH', 'XLA_FLAGS', 'JAX_PLATFORMS', 'JAX_NUM_CPU_DEVICES')
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     worker = Path(__file__).with_name('worker.py')
@@ -62,7 +63,7 @@ def measure(python: str, library: str, devices: int, rounds: int, only: str) -> 
 
 
 def merged(ours: Sequence[Row], before: Sequence[Row]) -> Sequence[Sequence[str]]:
-    """Medians over processes, row by row, of the two libraries side by side."""
+    """Returns the medians over processes, row by row, of the two libraries."""
     lines: list[tuple[str, ...]] = []
     for name in dict.fromkeys(row.name for row in ours):
         new_rows, old_rows = ([row for row in rows if row.name == name] for rows in (ours, before))

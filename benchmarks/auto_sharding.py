@@ -1,8 +1,9 @@
-"""``--only auto_sharding``: the rule that `scalax.plan.autoshard` chooses for each model, beside a known one.
+"""``--only auto_sharding``: the rule that `scalax.plan.autoshard` chooses for each model, compared with
+expert rules.
 
-The known ones are those of benchmarks/unchanged/tables.md, and of `updates`, by hand and partitioned, with
-several sizes of tp; the best of them has the least mean of the roofline's seconds with overlap and without
-it. None of the steps is run: they are planned for TPUs or GPUs that are not here.
+The expert rules are those of benchmarks/unchanged/tables.md and of `updates`, hand-written and partitioned,
+with several sizes of tp. The best rule has the smallest mean of the overlapped and serial roofline times.
+No step is run: all are planned for absent TPUs or GPUs.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from scalax.plan import AutoShardingResult, Plan, autoshard
 
 FSDP, _, HSDP = STRATEGIES
 SIZES_OF_TP = (2, 4, 8)
-# The part of a device's memory that stays free, for the known rules as well as for the search.
+# The fraction of device memory that expert rules and the search leave free.
 HEADROOM = 0.1
-# One model for each kind of architecture, in the order of the table.
+# One model per architecture, in the order of the table.
 NAMES = (
     *('LLaMA-3 8B', 'decoder, many heads', 'experts, one-hot dispatch', 'experts, over the batch axis'),
     *('encoder-decoder', 'vision transformer', 'UNet with attention', 'recommender', 'dual encoder'),
@@ -42,9 +43,9 @@ WIDTHS = (28, 50, 11, 9, 9, 9, 9, 24, 8, 8, 8, 9, 9, 5, 6)
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a rule takes: seconds with overlap and without it, GiB at the peak; and whether it fits.
+    """The cost of a rule: overlapped and serial seconds, GiB at the peak, and whether it fits.
 
-    On GPUs also the seconds by the compiler's schedule; elsewhere these are None.
+    On GPUs also the seconds by the compiler's schedule; None on other devices.
     """
 
     name: str
@@ -56,12 +57,12 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """What the search makes small."""
+        """The objective of the search."""
         return (self.bound + self.estimate) / 2
 
     @classmethod
     def of(cls, name: str, plan: Plan) -> Result:
-        """That of a plan."""
+        """Returns the result of a plan."""
         its, limit = figures(plan), plan.memory.limit
         fits = limit is None or plan.memory.total <= limit * (1 - HEADROOM)
         scheduled = None if plan.schedule is None else plan.schedule.seconds
@@ -70,7 +71,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is asked of both: a step on a topology, and the seconds of the search."""
+    """The input of both sides: a topology for the step, and the time limit of the search."""
 
     topology: str
     slices: int = 1
@@ -78,7 +79,7 @@ class Task:
 
     @property
     def strategies(self) -> list[Strategy]:
-        """Without tp and with several sizes of it; between slices there is the data axis."""
+        """Returns the strategies without tp and with several sizes of tp, with a data axis between slices."""
         plain = FSDP
         if self.slices > 1:
             name, mesh = f'HSDP, {self.slices} slices', {**HSDP.mesh, 'data': self.slices}
@@ -97,7 +98,7 @@ Search = Callable[[Model, Task], AutoShardingResult]
 
 
 def strategy_results(models: Sequence[Model], task: Task) -> list[Result]:
-    """What all known rules of a model take; its tables are those of *models*."""
+    """Returns the results of all expert rules of a model; *models* has the model with each of its tables."""
 
     def result_of(cell: tuple[Model, Strategy, str]) -> Result | None:
         model, strategy, variant = cell
@@ -105,7 +106,7 @@ def strategy_results(models: Sequence[Model], task: Task) -> list[Result]:
         name = ', '.join(filter(None, [strategy.name, variant_name, variant]))
         try:
             return Result.of(name, plan(model, strategy, task.topology, variant))
-        except (NotImplementedError, ScalaxError) as error:  # as JAX and the compiler refuse programs
+        except (NotImplementedError, ScalaxError) as error:  # raised for rejected programs
             print(f'{models[0].name}, {name}: {error}', file=sys.stderr)
             return None
 
@@ -115,7 +116,7 @@ def strategy_results(models: Sequence[Model], task: Task) -> list[Result]:
 
 
 def search(model: Model, task: Task) -> AutoShardingResult:
-    """The result of auto-sharding for a model."""
+    """Returns the result of auto-sharding for a model."""
     devices = task.strategies[0].helper(task.topology).mesh.size
     return autoshard(
         training_step(model, model.loss),
@@ -136,13 +137,13 @@ def lines(
     strategy_results: StrategyResults = strategy_results,
     search: Search = search,
 ) -> Iterator[str]:
-    """The table in Markdown, line by line, each as soon as it is known.
+    """Yields the lines of the Markdown table, each as soon as it is computed.
 
     Args:
-        models: for each row a model, once with each of its tables.
-        task: what is asked.
-        strategy_results: measures the known rules.
-        search: finds a rule.
+        models: for each row, a model with each of its tables.
+        task: the topology and the time limit.
+        strategy_results: evaluates the expert rules.
+        search: runs auto-sharding.
     """
     yield _line(TITLES)
     yield '|' + '|'.join('-' * (width + 2) for width in WIDTHS) + '|'
@@ -184,7 +185,7 @@ def show(topology: str, model: str, slices: int, budget: float) -> None:
     """Prints the table.
 
     Raises:
-        SystemExit: something is not installed, or nothing has such a name.
+        SystemExit: a package is not installed, or no model has the name.
     """
     with user_errors('auto_sharding'):
         models = chosen(model)
@@ -195,7 +196,7 @@ def show(topology: str, model: str, slices: int, budget: float) -> None:
 
 
 def chosen(name: str) -> list[list[Model]]:
-    """The models of the table whose names hold *name*, each with all its tables."""
+    """Returns the models of the table whose names contain *name*, each with all its tables."""
     from benchmarks.unchanged.catalogue import all_models  # imports the libraries of some models
 
     models = [*all_models('large'), *updates.models()]

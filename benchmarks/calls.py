@@ -1,4 +1,4 @@
-"""A cached sjit call against the same hand-written jax.jit call, and traces per signature."""
+"""The time of a cached sjit call compared with a hand-written jax.jit call, and the traces per signature."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _bump(tree: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _another_bump() -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
-    """A function object of its own, with a cache of its own in JAX."""
+    """Returns a new function object, which has no entry in JAX's caches."""
     return lambda tree: _bump(tree)
 
 
@@ -38,14 +38,14 @@ def _in_turn(functions: Sequence[Callable[..., Any]], trees: Sequence[Any]) -> N
 
 
 def _data_mesh(devices: int) -> MeshShardingHelper:
-    """A mesh of some of the devices; scalax 0.2.5 takes all that there are."""
+    """Returns a mesh of some of the devices; scalax 0.2.5 can only use all of them."""
     if devices == jax.device_count():
         return MeshShardingHelper([-1], ['data'])
     return MeshShardingHelper([-1], ['data'], devices=jax.devices()[:devices])
 
 
 def cached_calls(rounds: int, devices: int) -> list[Row]:
-    """One signature, its arguments in place: what a training step is."""
+    """Times calls of one signature with sharded arguments, as a training step makes them."""
     rows = []
     for leaves in (1, 20, 500):
         helper = _data_mesh(devices)
@@ -68,7 +68,7 @@ def cached_calls(rounds: int, devices: int) -> list[Row]:
 
 
 def host_batches(rounds: int) -> list[Row]:
-    """Parameters in place and a batch from the host, where types say how arrays lie."""
+    """Times calls with sharded parameters and a host batch, with Auto and Explicit axes."""
     rows = []
     helper = MeshShardingHelper([-1], ['data'], axis_types=AxisType.Explicit)
     spec = PartitionSpec('data')
@@ -99,7 +99,7 @@ def host_batches(rounds: int) -> list[Row]:
 
 
 def alternating_calls(rounds: int) -> list[Row]:
-    """Three shapes in turn against three jits that the caller tells apart by hand."""
+    """Times calls of three shapes in turn, against three jits among which the caller chooses by hand."""
     rows = []
     helper = MeshShardingHelper([-1], ['data'])
     spec = PartitionSpec('data')
@@ -150,7 +150,7 @@ def alternating_programs(rounds: int) -> list[Row]:
 
 
 def traces_per_signature() -> list[Row]:
-    """How often the user's function is traced for numpy, unplaced and placed arguments together."""
+    """Counts the traces of the user's function for numpy, unplaced and sharded arguments together."""
     rows = []
     helper = MeshShardingHelper([-1], ['data'])
     spec = PartitionSpec('data')
@@ -178,7 +178,7 @@ def traces_per_signature() -> list[Row]:
 
 
 def _counted(counts: dict[str, int], who: str) -> Callable[[Any], jax.Array]:
-    """A function that counts how often it is traced."""
+    """Returns a function that counts its traces."""
 
     def bump(x: Any) -> jax.Array:
         counts[who] += 1

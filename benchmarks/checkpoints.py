@@ -1,9 +1,9 @@
-"""Checkpoints against Orbax by hand, and safetensors against reading the file: seconds, and host memory.
+"""Checkpoints against Orbax, and safetensors against reading the file: seconds, and host memory.
 
-Memory is the most that a process had at once, so each contestant has a process of its own; they take turns.
-What is written lies in a temporary folder (``TMPDIR`` says where; a disk's own time varies by more than what
-is compared here), and is not in memory any more when it is read, unless the folder is there. The CPU time is
-that of all threads of a process; it says something on a busy machine too.
+Memory is the peak of a process, so each contestant runs in a separate process; they take turns. Files are
+written to a temporary folder (below ``TMPDIR``; the time of a disk varies by more than the differences that
+are measured), and are evicted from the page cache before they are read, unless the folder is in memory. The
+CPU time covers all threads of a process, and is meaningful on a busy machine too.
 
 ``python -m benchmarks.checkpoints WHAT MEBIBYTES FOLDER`` is one such process; it prints a line of JSON.
 """
@@ -38,7 +38,7 @@ Measured = dict[str, float]
 
 
 def checkpoints(rounds: int, mebibytes: int = 1024) -> list[Row]:
-    """Saving and restoring, each against Orbax by hand; the checksums by themselves."""
+    """Saving and restoring, each compared with Orbax; and the time of checksums alone."""
     times = max(rounds // 400, 1)
     size = f'{mebibytes / 1024:g} GiB'
     figures = _alternating(
@@ -52,7 +52,7 @@ def checkpoints(rounds: int, mebibytes: int = 1024) -> list[Row]:
         return Row(name, figures[ours][clock], figures[reference][clock], aim)
 
     def memory(name: str, ours: str, reference: str) -> Row:
-        peak, hand = (round(figures[what]['peak'] / _MIB) for what in (ours, reference))
+        peak, hand = (round(figures[contestant]['peak'] / _MIB) for contestant in (ours, reference))
         return Row(f'{name}, MiB of host memory', peak, hand, round(hand + leaf), counted=True)
 
     save = f'save {size}, against Orbax by hand'
@@ -72,7 +72,7 @@ def checkpoints(rounds: int, mebibytes: int = 1024) -> list[Row]:
 
 
 def safetensors(rounds: int, mebibytes: int = 1024) -> list[Row]:
-    """Loading against reading the file from one end to the other, both from the disk."""
+    """Loading compared with reading the entire file, both from disk."""
     times = max(rounds // 1000, 1)
     size = f'{mebibytes / 1024:g} GiB'
     rows = []
@@ -86,7 +86,7 @@ def safetensors(rounds: int, mebibytes: int = 1024) -> list[Row]:
 
 
 def _alternating(contestants: list[str], mebibytes: int, times: int) -> dict[str, Measured]:
-    """The medians of each; what is restored has been saved by the same library."""
+    """Returns the medians of each contestant; each library restores its own checkpoint."""
     measurements: dict[str, list[Measured]] = {name: [] for name in contestants}
     with tempfile.TemporaryDirectory() as folder:
         _in_a_process('prepare', mebibytes, folder)
@@ -102,8 +102,8 @@ def _alternating(contestants: list[str], mebibytes: int, times: int) -> dict[str
     }
 
 
-def _in_a_process(what: str, mebibytes: int, folder: str) -> Measured:
-    command = [sys.executable, '-m', 'benchmarks.checkpoints', what, str(mebibytes), folder]
+def _in_a_process(contestant: str, mebibytes: int, folder: str) -> Measured:
+    command = [sys.executable, '-m', 'benchmarks.checkpoints', contestant, str(mebibytes), folder]
     env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '8'}
     env.pop('XLA_FLAGS', None)
     done = subprocess.run(
@@ -116,8 +116,8 @@ def _in_a_process(what: str, mebibytes: int, folder: str) -> Measured:
 # --- One process ---------------------------------------------------------------------------------
 
 
-def run(what: str, mebibytes: int, folder: Path) -> Measured:
-    """Measures one contestant, once."""
+def run(contestant: str, mebibytes: int, folder: Path) -> Measured:
+    """Measures one contestant once."""
     import orbax.checkpoint as ocp
     from safetensors.numpy import save_file
 
@@ -152,35 +152,35 @@ def run(what: str, mebibytes: int, folder: Path) -> Measured:
             like = ocp.args.StandardRestore(other.abstract(structs, rule))
             return manager.restore(1, args=ocp.args.Composite(state=like)).state
 
-    if what == 'prepare':
+    if contestant == 'prepare':
         tree = state()
         ours(directory, tree)
         save_file({name: np.asarray(leaf) for name, leaf in tree.items()}, file)
         return {}
-    if what.startswith('save'):
+    if contestant.startswith('save'):
         tree = state()
         small = {name: jnp.zeros(8) for name in tree}
-        options = {'checksums': False} if what == 'save-without-checksums' else {}
+        options = {'checksums': False} if contestant == 'save-without-checksums' else {}
         with tempfile.TemporaryDirectory(dir=folder) as path:
-            save = by_hand if what == 'save-by-hand' else ours
-            save(Path(path, 'small'), small)  # what is done once in a process
+            save = by_hand if contestant == 'save-by-hand' else ours
+            save(Path(path, 'small'), small)  # the one-time setup of a process
             return _measured(lambda: save(Path(path, 'large'), tree, **options))
-    if what in ('restore', 'verify'):
+    if contestant in ('restore', 'verify'):
         return _measured(
-            lambda: Checkpointer(directory).restore(other, rule, structs, verify=what == 'verify'),
+            lambda: Checkpointer(directory).restore(other, rule, structs, verify=contestant == 'verify'),
             [directory],
         )
-    if what == 'restore-by-hand':
+    if contestant == 'restore-by-hand':
         return _measured(restored_by_hand, [directory])
-    if what == 'read':
+    if contestant == 'read':
         return _measured(lambda: _read(file), [file])
     both = ('fsdp', 'tp')
-    cut = {'load-rows': PartitionSpec(both), 'load-columns': PartitionSpec(None, both)}[what]
+    cut = {'load-rows': PartitionSpec(both), 'load-columns': PartitionSpec(None, both)}[contestant]
     return _measured(lambda: load_safetensors(helper, file, cut), [file])
 
 
 def _measured(action: Callable[[], Any], cold: list[Path] | None = None) -> Measured:
-    """Runs *action* once, from the disk where *cold* says which files are not to be in memory."""
+    """Runs *action* once; the files *cold* are evicted from the page cache first."""
     os.sync()
     for path in cold or []:
         for file in path.rglob('*') if path.is_dir() else [path]:
@@ -188,13 +188,13 @@ def _measured(action: Callable[[], Any], cold: list[Path] | None = None) -> Meas
                 descriptor = os.open(file, os.O_RDONLY)
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.close(descriptor)
-    Path('/proc/self/clear_refs').write_text('5')  # what has been most so far is forgotten
+    Path('/proc/self/clear_refs').write_text('5')  # resets the peak
     before = _memory('VmRSS')
     start, cpu = time.perf_counter(), time.process_time()
     result = jax.block_until_ready(action())
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     del result
-    # The kernel counts pages in batches: where nothing was added, the peak may be read below what was held.
+    # The kernel counts pages in batches, so the peak may read lower than the memory in use before.
     peak = max(0, _memory('VmHWM') - before)
     return {'seconds': seconds, 'cpu': cpu, 'peak': float(peak)}
 

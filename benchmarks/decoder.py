@@ -1,4 +1,4 @@
-"""A decoder written out layer by layer: the cost of its first step, and the number of compilations."""
+"""A decoder written layer by layer: the cost of its first step, and the number of compilations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def mesh_helper() -> MeshShardingHelper:
 
 
 def init(key: jax.Array, layers: int) -> Tree:
-    """Parameters of a small decoder, each layer its own."""
+    """Initializes a small decoder with separate parameters for each layer."""
     shapes = dict.fromkeys(('query', 'key', 'value', 'output'), (_WIDTH, _WIDTH))
     shapes |= {'gate': (_WIDTH, _HIDDEN), 'up': (_WIDTH, _HIDDEN), 'down': (_HIDDEN, _WIDTH)}
 
@@ -58,7 +58,7 @@ def tokens(rows: int = 8, length: int = 32) -> np.ndarray:
 
 
 def loss(constrain: Constrain, params: Tree, batch: jax.Array) -> jax.Array:
-    """The mean loss of the next token; *constrain* says where activations lie."""
+    """Returns the mean next-token loss; *constrain* shards the activations."""
     x = constrain(params['embed'][batch], 'residual')
     for layer in params['layers'].values():
         x = constrain(x + _attention(constrain, layer, _normed(x)), 'residual')
@@ -86,7 +86,7 @@ def _attention(constrain: Constrain, layer: Tree, x: jax.Array) -> jax.Array:
 
 
 def new_step(constrain: Constrain) -> Callable[[Tree, jax.Array], tuple[Tree, jax.Array]]:
-    """A train step that is a function object of its own: JAX has nothing of it in its caches."""
+    """Returns a train step as a new function object, which JAX has not cached."""
 
     def step(params: Tree, batch: jax.Array) -> tuple[Tree, jax.Array]:
         value, grads = jax.value_and_grad(functools.partial(loss, constrain))(params, batch)
@@ -96,7 +96,7 @@ def new_step(constrain: Constrain) -> Callable[[Tree, jax.Array], tuple[Tree, ja
 
 
 class ByHand:
-    """What one writes without a library: a NamedSharding for each array."""
+    """The code without a library: a NamedSharding for each array."""
 
     def __init__(self, helper: MeshShardingHelper, params: Tree) -> None:
         sharding_of = functools.partial(NamedSharding, helper.mesh)
@@ -121,7 +121,7 @@ class ByHand:
 
 
 def with_rules(helper: MeshShardingHelper, step: Callable[..., Any]) -> Any:
-    """The same with scalax."""
+    """Returns the same step with scalax."""
     return helper.sjit(
         step,
         in_shardings=(RULE, _DATA),
@@ -139,21 +139,21 @@ def compare_cold(
     prepare: Callable[[], object],
     aim: float | None = None,
 ) -> Row:
-    """Times what takes seconds of compiling, by the CPU time of this process.
+    """Times steps that compile for seconds, by the CPU time of this process.
 
-    There are few rounds, and whatever else the machine does would decide about the time on the wall.
+    With so few rounds, other load on the machine would dominate the wall time.
     """
     return compare(name, ours, reference, rounds, aim, warmup=0, before=prepare, clock=time.process_time)
 
 
 def forget() -> None:
-    """As in a new process: JAX has traced and compiled nothing, `jax.numpy`'s own functions included."""
+    """Clears all caches of traces and compilations, including those of `jax.numpy` functions."""
     jax.clear_caches()
     gc.collect()
 
 
 def first_step(rounds: int, layers: int = 24) -> list[Row]:
-    """From the function to the result of its first call; and the part of that which is not XLA's."""
+    """Returns the time until the result of the first call, and the part of it outside XLA."""
     helper = mesh_helper()
     host = jax.device_get(init(jax.random.key(0), layers))
     hand = ByHand(helper, host)
@@ -197,7 +197,7 @@ def first_step(rounds: int, layers: int = 24) -> list[Row]:
 
 
 def three_steps() -> list[Row]:
-    """How many programs are compiled in three train steps, from an init that was compiled too."""
+    """Counts the programs compiled in three train steps, with a compiled init."""
     helper = mesh_helper()
     start = functools.partial(init, layers=1)
     key = jax.random.key(0)

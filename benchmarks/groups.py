@@ -1,4 +1,4 @@
-"""The benchmarks by name, in the order of the table."""
+"""The groups of benchmarks by name, in the order of the table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Groups = dict[str, Callable[[], list[Row]]]
 
 
 def all_groups(rounds: int) -> Groups:
-    """Everything that is measured of this scalax; most of it needs eight devices."""
+    """Returns all benchmarks of this scalax; most need eight devices."""
     from benchmarks import calls, checkpoints, decoder, operations, programs, trees, two_processes
     from scalax.sharding import MeshShardingHelper
 
@@ -43,7 +43,7 @@ def all_groups(rounds: int) -> Groups:
 
 
 def shared_groups(rounds: int) -> Groups:
-    """What scalax 0.2.5 can be asked too, on the devices at hand; imports nothing that it lacks."""
+    """Returns the benchmarks that scalax 0.2.5 can run too; imports only names that it has."""
     from benchmarks import calls, decoder, trees
 
     devices = jax.device_count()
@@ -60,5 +60,5 @@ def shared_groups(rounds: int) -> Groups:
 
 
 def run(groups: Groups, only: str) -> list[Row]:
-    """The rows of the groups whose name holds *only*."""
+    """Returns the rows of the groups whose names contain *only*."""
     return [row for name, group in groups.items() if only in name for row in group()]

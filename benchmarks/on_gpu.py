@@ -1,7 +1,7 @@
-"""``--only gpu``: training steps on the GPU that is here, beside their plans.
+"""``--only gpu``: training steps on the local GPU, compared with their plans.
 
-Each step has a process of its own, so that the peak of the allocator is that of the step. It is planned and
-compiled before its arguments are on the GPU, because the compiler measures kernels there, in memory too.
+Each step runs in a separate process, so that the allocator's peak is the peak of the step. It is planned and
+compiled before its arguments are on the GPU, because autotuning uses the GPU's memory too.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from scalax.sharding import MeshShardingHelper
 Step = tuple[Any, tuple[Any, ...]]
 Make = Callable[[str], tuple[MeshShardingHelper, Step]]
 
-_SECONDS = 600  # the most that one step may take, compilation and all
+_SECONDS = 600  # the time limit of one step, including compilation
 _ROUNDS, _CALLS = 5, 5
 _FILES = (bert, experts, resnet, vision)
 _MOMENTS = re.compile(r'\.(mu|nu|count)\b')
 
 
 def _helper(names: list[str], topology: str) -> MeshShardingHelper:
-    """A mesh of one GPU: the one that is here, or one that is not."""
+    """Returns the helper of a mesh of one GPU, local or absent."""
     sizes = [1] * len(names)
     if topology:
         return MeshShardingHelper.from_topology(topology, sizes, names)
@@ -46,7 +46,7 @@ def _helper(names: list[str], topology: str) -> MeshShardingHelper:
 
 
 def _decoder(model: Decoder, rows: int, recomputed: Recomputed) -> Make:
-    """A decoder with float32 weights and cuDNN's attention, on sequences of 2,048 tokens."""
+    """Returns a decoder with float32 weights and cuDNN attention, for sequences of 2,048 tokens."""
 
     def make(topology: str) -> tuple[MeshShardingHelper, Step]:
         helper = _helper(AXES, topology)
@@ -56,7 +56,9 @@ def _decoder(model: Decoder, rows: int, recomputed: Recomputed) -> Make:
 
 
 def _llama(rows: int, **sizes: Any) -> Make:
-    """That of examples/llama, in bfloat16, whose attention is plain JAX; layers are computed again."""
+    """Returns the decoder of examples/llama in bfloat16, with attention in plain JAX and rematerialized
+    layers.
+    """
     model = dataclasses.replace(plan_llama.LLAMA_1B, **sizes)
 
     def make(topology: str) -> tuple[MeshShardingHelper, Step]:
@@ -68,7 +70,7 @@ def _llama(rows: int, **sizes: Any) -> Make:
 
 
 def _unchanged(name: str, rows: int) -> Make:
-    """A model of `benchmarks.unchanged`, at full size in bfloat16."""
+    """Returns a full-size model of `benchmarks.unchanged` in bfloat16."""
 
     def make(topology: str) -> tuple[MeshShardingHelper, Step]:
         models = [model for file in _FILES for model in file.models('large')]
@@ -99,14 +101,14 @@ STEPS: dict[str, Make] = {
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A step that ran, beside its plan.
+    """Measurements of a step, and its plan.
 
     Attributes:
-        planned_bytes: what it takes of the GPU by its plan.
-        peak_bytes: the most that JAX's allocator had given out.
-        bound: seconds if everything overlaps, by the plan.
+        planned_bytes: its GPU memory, by the plan.
+        peak_bytes: the peak of JAX's allocator.
+        bound: fully overlapped seconds, by the plan.
         scheduled: seconds along the compiler's schedule, if it has one.
-        seconds: the median of what a call took, one started after the other.
+        seconds: the median time of consecutive calls.
     """
 
     planned_bytes: int
@@ -117,7 +119,7 @@ class Measured:
 
 
 def values(structs: Any, shardings: Any) -> Any:
-    """Small numbers for the arguments of a step; the moments of an optimizer are zero, as at the start."""
+    """Returns small numbers as arguments of a step; the moments of an optimizer are zero, as initially."""
 
     def value(path: Any, struct: jax.ShapeDtypeStruct) -> jax.Array:
         if jax.dtypes.issubdtype(struct.dtype, jax.dtypes.prng_key):
@@ -135,7 +137,7 @@ def values(structs: Any, shardings: Any) -> Any:
 
 
 def run(name: str) -> Measured:
-    """Plans a step, and runs it on the GPU that is here."""
+    """Plans a step, and runs it on the local GPU."""
     helper, (step, structs) = STEPS[name]('')
     plan = helper.plan(step, *structs)
     lowered = step.lower(*structs)
@@ -165,7 +167,7 @@ def run(name: str) -> Measured:
 
 
 def line(name: str, measured: Measured) -> str:
-    """A row of the table."""
+    """Returns a row of the table."""
     gib = [f'{size / 2**30:.2f}' for size in (measured.planned_bytes, measured.peak_bytes)]
     off = f'{measured.planned_bytes / measured.peak_bytes - 1:+.1%}'
     times = (measured.bound, measured.scheduled, measured.seconds)
@@ -175,8 +177,8 @@ def line(name: str, measured: Measured) -> str:
 
 
 def show(model: str) -> None:
-    """Prints the table of the steps whose names hold *model*, a line as soon as it is known."""
-    # This process only looks whether there is a GPU. Those of the steps take its memory at once, as usual.
+    """Prints the table of the steps whose names contain *model*, each line as soon as it is measured."""
+    # This process only checks that there is a GPU. The processes of steps preallocate its memory, as usual.
     os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] = 'false'
     process_env = {
         **os.environ,

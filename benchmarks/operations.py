@@ -1,4 +1,4 @@
-"""The cost of a sharded operation against the same one written with ``custom_partitioning`` by hand."""
+"""The cost of a sharded operation compared with a hand-written ``custom_partitioning``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ P = PartitionSpec
 
 
 def with_a_rule() -> Callable[..., Any]:
-    """Scaled sums of rows, as a sharded operation."""
+    """Returns scaled sums of rows as a sharded operation."""
 
     @sharded_op('b c, -> b', reduction_factors=('c',))
     def sums(ctx: FactorContext, x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -29,7 +29,7 @@ def with_a_rule() -> Callable[..., Any]:
 
 
 def by_hand() -> Callable[..., Any]:
-    """The same, compiled."""
+    """Returns the same operation with ``custom_partitioning``, compiled."""
 
     @custom_partitioning
     def sums(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -50,7 +50,7 @@ def by_hand() -> Callable[..., Any]:
 
 
 def sharded_ops(rounds: int) -> list[Row]:
-    """Calls on one device and on eight, and the first call."""
+    """Times calls on one device and on eight, and the first call."""
 
     def caller(*shape: int) -> Callable[[Callable[..., Any]], object]:
         mesh = Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), ('x', 'y'))

@@ -1,4 +1,4 @@
-"""The cost of plans against compiling, and of microbatches against an accumulation written by hand."""
+"""The cost of plans compared with compiling, and of microbatches compared with hand-written accumulation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scalax.sharding import with_sharding_annotation
 
 
 def plans(rounds: int, layers: int = 24) -> list[Row]:
-    """A plan compiles the program and reads it; by hand it is compiled only."""
+    """Times a plan, which compiles the program and reads it, against the compilation alone."""
     helper = decoder.mesh_helper()
     params = jax.eval_shape(functools.partial(decoder.init, layers=layers), jax.random.key(0))
     batch = jax.ShapeDtypeStruct((8, 32), np.int32)
@@ -34,7 +34,7 @@ def plans(rounds: int, layers: int = 24) -> list[Row]:
 
 
 def microbatches(rounds: int, layers: int = 4, parts: int = 4) -> list[Row]:
-    """Gradients of a batch in parts, against the loop that one would write."""
+    """Times gradients accumulated over microbatches, against a hand-written loop."""
     helper = decoder.mesh_helper()
     params = decoder.init(jax.random.key(0), layers)
     hand = decoder.ByHand(helper, params)
@@ -50,7 +50,7 @@ def microbatches(rounds: int, layers: int = 4, parts: int = 4) -> list[Row]:
     grads_of = jax.value_and_grad(functools.partial(decoder.loss, hand.constrain))
 
     def accumulated(params: decoder.Tree, batch: jax.Array) -> decoder.Tree:
-        # Rows that lie `parts` apart: each device keeps its own.
+        # Takes every `parts`-th row, so that each device keeps its own rows.
         stacked = jnp.moveaxis(batch.reshape(-1, parts, batch.shape[1]), 1, 0)
 
         def add(sums: decoder.Tree, part: jax.Array) -> tuple[decoder.Tree, None]:

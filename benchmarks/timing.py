@@ -1,7 +1,7 @@
-"""The time of one call against another: interleaved, in one process, medians.
+"""The time of one call compared with another: interleaved, in one process, as medians.
 
-Machines are shared and noisy, so no time is compared with a time of another run: contestants take turns,
-call by call, the order changes from turn to turn, and what counts is the ratio of their medians.
+Machines are shared and noisy, so times are only compared within a run: contestants take turns call by call,
+in an order that changes each turn, and the result is the ratio of their medians.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """A line of the table.
 
     Attributes:
-        name: what was measured.
-        ours: seconds with scalax; with `counted`, a number of something.
-        reference: the same by hand.
-        aim: the ratio (with `counted`, the number) that is not to be exceeded; None where none is set.
-        counted: whether this is a number of something, and no time.
+        name: the name of the measurement.
+        ours: seconds with scalax; with `counted`, a count.
+        reference: seconds, or the count, of the hand-written code.
+        aim: the maximum ratio (with `counted`, the maximum count); None if there is none.
+        counted: whether this is a count instead of a time.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The row as text, column by column."""
+        """Returns the row as text, column by column."""
         aim = '' if self.aim is None else f'{self.aim:g}'
         if self.counted:
             return self.name, f'{self.ours:g}', f'{self.reference:g}', '', aim
@@ -51,14 +51,14 @@ def medians(
     before: Callable[[], object] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """The median seconds of each contestant; they take turns, in an order that rotates.
+    """Returns the median seconds of each contestant; they take turns, in an order that rotates.
 
     Args:
-        contestants: what to time; each call is timed by itself, with garbage collection off.
-        rounds: how often each is called.
-        warmup: calls before that, which do not count.
-        before: is called before each of them, and not timed.
-        clock: what time it is, in seconds.
+        contestants: the functions to time; each call is timed separately, with garbage collection off.
+        rounds: the number of timed calls of each.
+        warmup: the number of untimed calls before them.
+        before: called before each call, untimed.
+        clock: returns the time in seconds.
     """
     times: list[list[float]] = [[] for _ in contestants]
     for contestant in contestants:
@@ -97,7 +97,7 @@ def compare(
 
 
 def human_seconds(seconds: float) -> str:
-    """Seconds with a fitting unit: ``12.3 us``."""
+    """Returns seconds with a suitable unit: ``12.3 us``."""
     for unit, size in (('s', 1.0), ('ms', 1e-3), ('us', 1e-6)):
         if seconds >= size:
             return f'{seconds / size:.3g} {unit}'
@@ -105,7 +105,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def render(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Returns a Markdown table."""
     cells = [head, *lines]
     widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
     rows = [

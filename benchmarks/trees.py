@@ -1,4 +1,4 @@
-"""Resolving, sharding and batching whole trees against the JAX calls underneath."""
+"""The time to resolve, shard and batch entire trees, compared with the underlying JAX calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _REGEXES = (
 
 
 def _large_tree(layers: int) -> dict[str, object]:
-    """A decoder's parameters, abstract: ten leaves a layer."""
+    """Returns abstract parameters of a decoder: ten leaves per layer."""
 
     def leaf(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.float32)
@@ -51,7 +51,7 @@ def _large_tree(layers: int) -> dict[str, object]:
 
 
 def resolving(rounds: int) -> list[Row]:
-    """100,000 leaves and 13 regexes."""
+    """Times 100,000 leaves and 13 regexes."""
     helper = MeshShardingHelper([-1, 2], ['fsdp', 'tp'])
     tree = _large_tree(10_000)
     count = len(jax.tree.leaves(tree))
@@ -69,7 +69,7 @@ def resolving(rounds: int) -> list[Row]:
 
 
 def sharding_trees(rounds: int) -> list[Row]:
-    """200 arrays onto the mesh and back."""
+    """Times 200 arrays that move to the mesh and back."""
     helper = MeshShardingHelper([-1, 2], ['fsdp', 'tp'])
     spec = PartitionSpec('fsdp', 'tp')
     tree = {f'w{i}': np.ones((64, 64), np.float32) for i in range(200)}
@@ -112,7 +112,9 @@ def sharding_trees(rounds: int) -> list[Row]:
 def _shard_and_gather(
     helper: MeshShardingHelper, tree: Tree, spec: PartitionSpec
 ) -> tuple[Callable[[Tree], Tree], Callable[[Tree], Tree]]:
-    """How a tree is placed and fetched. scalax 0.2.5 has only functions for each leaf, made beforehand."""
+    """Returns functions that shard and gather a tree. scalax 0.2.5 has only functions per leaf, made
+    beforehand.
+    """
     if hasattr(helper, 'shard'):
         return lambda tree: helper.shard(tree, spec), helper.gather
     shard_fns, gather_fns = helper.make_shard_and_gather_fns(tree, spec)
@@ -121,7 +123,7 @@ def _shard_and_gather(
 
 
 def batches(rounds: int) -> list[Row]:
-    """A host batch to global arrays."""
+    """Times a host batch that becomes global arrays."""
     helper = MeshShardingHelper([-1], ['data'])
     sharding = NamedSharding(helper.mesh, PartitionSpec('data'))
     batch = {

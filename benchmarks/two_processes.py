@@ -1,6 +1,6 @@
-"""The cost of host data where there are other processes: measured in two, joined on localhost.
+"""The cost of host data with several processes: measured in two processes that are joined on localhost.
 
-``python -m benchmarks.two_processes ROUNDS`` is what each process runs; the first prints rows as JSON. The
+Each process runs ``python -m benchmarks.two_processes ROUNDS``; the first one prints rows as JSON. The
 processes time the same calls in the same order.
 """
 
@@ -32,12 +32,12 @@ from scalax.sharding import MeshShardingHelper, NamedSharding, PartitionSpec
 ROOT = Path(__file__).resolve().parent.parent
 PROCESSES, DEVICES = 2, 4
 LONGEST_S = 900
-STEPS = 50  # in a loop that is timed as a whole
-IN_FLIGHT = 8  # simulated devices that are given more than 32 programs ahead wait for one another for ever
+STEPS = 50  # in a loop that is timed in total
+IN_FLIGHT = 8  # simulated devices deadlock if more than 32 programs are queued
 
 
 def in_processes(rounds: int) -> list[Row]:
-    """Starts the processes, and returns what the first has measured."""
+    """Starts the processes, and returns the measurements of the first."""
     with socket.socket() as probe:
         probe.bind(('localhost', 0))
         address = f'localhost:{probe.getsockname()[1]}'
@@ -62,14 +62,14 @@ def in_processes(rounds: int) -> list[Row]:
 
 
 def rows(rounds: int) -> list[Row]:
-    """What each of the processes measures."""
+    """Returns the measurements that each process makes."""
     helper = MeshShardingHelper([-1], ['data'])
     transfers = [*global_arrays(helper, rounds), *steps(helper, rounds), *loading_ahead(helper, rounds)]
     return [*transfers, *naming_the_stuck(rounds)]
 
 
 def global_arrays(helper: MeshShardingHelper, rounds: int) -> list[Row]:
-    """Parts that lie where they are needed: nothing moves."""
+    """Times shards that are already on the right process: nothing moves."""
     batch = {name: np.zeros((32, 2048), np.int32) for name in ('tokens', 'targets')}
 
     def ours(check: bool) -> None:
@@ -88,7 +88,7 @@ def global_arrays(helper: MeshShardingHelper, rounds: int) -> list[Row]:
 
 
 def steps(helper: MeshShardingHelper, rounds: int) -> list[Row]:
-    """A loop of steps with batches made in it: what the agreement costs there."""
+    """Times a loop of steps that creates batches, to measure the cost of the agreement."""
     step, state = step_of(helper)
     batch = np.ones((256, WIDTH), np.float32)
 
@@ -112,11 +112,11 @@ def steps(helper: MeshShardingHelper, rounds: int) -> list[Row]:
 
 
 def loading_ahead(helper: MeshShardingHelper, rounds: int) -> list[Row]:
-    """A loader that takes as long as a step: with `prefetch`, against the steps alone."""
+    """Times `prefetch` with a loader that takes as long as a step, against the steps alone."""
     step, state = step_of(helper)
     host = np.ones((256, WIDTH), np.float32)
     batch = helper.local_data_to_global_array(host)
-    latest = [0.0]  # seconds of a step alone, when that was measured last: the machine may be shared
+    latest = [0.0]  # the latest time of a step alone: the machine may be shared
 
     def alone() -> None:
         start, now = time.perf_counter(), state
@@ -126,7 +126,7 @@ def loading_ahead(helper: MeshShardingHelper, rounds: int) -> list[Row]:
 
     def load() -> Iterator[Any]:
         for _ in range(STEPS):
-            time.sleep(latest[0])  # as one that waits for a disk or a network
+            time.sleep(latest[0])  # like a loader that waits for a disk or a network
             yield host
 
     def ahead(check: bool) -> None:
@@ -156,9 +156,9 @@ CALLS, WATCHED_S, STEP_S = 1000, 5.0, 0.05
 
 
 def naming_the_stuck(rounds: int) -> list[Row]:
-    """What a step pays for being watched: its own call, and the processor time of the thread.
+    """Measures the cost of the watchdog per step: its call, and the CPU time of its thread.
 
-    The sum is set against a step of 50 ms, whose own time would hide it.
+    The sum is compared with a step of 50 ms, in whose measured time it would be lost.
     """
     numbers = itertools.count(1)
 
@@ -190,7 +190,7 @@ WIDTH = 1024
 
 
 def step_of(helper: MeshShardingHelper) -> tuple[Callable[[jax.Array, jax.Array], jax.Array], jax.Array]:
-    """A step of some tens of milliseconds, with an all-reduce, and its state."""
+    """Returns a step of some tens of milliseconds with an all-reduce, and its state."""
     replicated = PartitionSpec()
 
     @helper.sjit(in_shardings=(replicated, PartitionSpec('data')), out_shardings=replicated)
@@ -202,7 +202,7 @@ def step_of(helper: MeshShardingHelper) -> tuple[Callable[[jax.Array, jax.Array]
 
 
 def by_hand(helper: MeshShardingHelper, tree: Any) -> Any:
-    """The same with JAX alone, for parts that lie where they are needed."""
+    """Does the same with JAX alone, for shards that are already on the right process."""
     sharding = NamedSharding(helper.mesh, PartitionSpec('data'))
 
     def global_leaf(leaf: np.ndarray) -> jax.Array:

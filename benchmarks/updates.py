@@ -1,4 +1,4 @@
-"""Models whose update moves more memory than the rest of their step: for ``--only auto_sharding``."""
+"""Models whose optimizer update moves more memory than the rest of their step, for ``--only auto_sharding``."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ WIDE_HAND = {
     'vector': P('batch', None),
     'columns': P('batch', 'tp'),
 }
-# 2.6 billion parameters, about as Gemma 2 2B has them.
+# 2.6 billion parameters, similar to Gemma 2 2B.
 GEMMA = decoders.Sizes(2304, 26, 8, 4, 9216, 256_000, 2048)
 
 
 def wide_and_deep() -> Model:
-    """A linear model of what is looked up, beside embeddings and a stack of layers; all in float32."""
+    """Returns a linear model of looked-up features, beside embeddings and an MLP, all in float32."""
 
     def init(key: jax.Array) -> Tree:
         draw = Draw(key, 'float32')
@@ -69,7 +69,7 @@ def wide_and_deep() -> Model:
 
 
 def gemma() -> Model:
-    """A decoder with one large embedding, of tokens and of scores; parameters in float32, products not."""
+    """Returns a decoder with one large embedding for tokens and logits; float32 parameters, bfloat16 matmuls."""
 
     def init(key: jax.Array) -> Tree:
         params = decoders.init(key, GEMMA)
@@ -87,5 +87,5 @@ def gemma() -> Model:
 
 
 def models() -> list[Model]:
-    """Both."""
+    """Returns both models."""
     return [wide_and_deep(), gemma()]

@@ -1,7 +1,7 @@
-"""The measurements of one library. Run by path in a process of its own; prints rows as JSON.
+"""Measures one library: run by path in a separate process; prints rows as JSON.
 
 ``python benchmarks/worker.py checkout|installed DEVICES ROUNDS ONLY``: *checkout* is the scalax of this
-repository, *installed* the one of the environment whose interpreter runs this.
+repository, *installed* the scalax of the interpreter's environment.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main() -> None:
     library, devices, rounds, only = sys.argv[1:]
-    del sys.path[0]  # the folder of this file; its modules are to be found as `benchmarks`
+    del sys.path[0]  # the folder of this file, whose modules are imported as `benchmarks`
     if library == 'checkout':
         sys.path.insert(0, str(ROOT))
     else:
-        sys.path.append(str(ROOT))  # behind the environment's own packages
+        sys.path.append(str(ROOT))  # after the environment's packages
 
     import jax
 

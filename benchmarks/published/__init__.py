@@ -1,1 +1,1 @@
-"""Training steps on GPUs that others published, beside their plans."""
+"""Published training steps on GPUs, compared with their plans."""

@@ -1,8 +1,8 @@
-"""The decoder of published steps: its training step, laid out by hand.
+"""The decoder of the published steps: its training step, sharded by hand.
 
-Weights and the moments of AdamW are float32, products bfloat16. Attention is that of cuDNN where
-``nvidia-cudnn-cu12`` is installed and the loader finds it. Elsewhere tanh(q * k * v), which reads and writes
-the same arrays on both ways, stands for the kernel.
+Weights and AdamW moments are float32, matmuls bfloat16. Attention uses cuDNN if ``nvidia-cudnn-cu12`` is
+installed and the loader finds it. Otherwise tanh(q * k * v) replaces the kernel: it reads and writes the
+same arrays in both passes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scalax.sharding import PartitionSpec as P
 
 Weights = dict[str, Any]
 Recomputed = Literal['nothing', 'elementwise', 'layers']
-# The axes of rows, and those over which weights are split: experts lie on devices that share the rows out.
+# The axes that shard rows, and the axes that shard weights. Experts are sharded over axes of the rows.
 ROWS = ('data', 'fsdp', 'expert')
 SPLIT = ('fsdp', 'expert')
 AXES = [*ROWS, 'tp']
@@ -32,20 +32,20 @@ AXES = [*ROWS, 'tp']
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The sizes of a decoder; all its matrices are without biases.
+    """The sizes of a decoder; its matrices have no biases.
 
     Attributes:
-        layers: how many there are.
-        width: of the residual.
-        heads: of queries.
-        groups: heads of keys and values.
-        hidden: units of the feed-forward block.
-        vocabulary: words.
+        layers: the number of layers.
+        width: the width of the residual stream.
+        heads: the number of query heads.
+        groups: the number of key and value heads.
+        hidden: the units of the feed-forward block.
+        vocabulary: the size of the vocabulary.
         gated: whether the feed-forward block has a third matrix (SwiGLU).
-        tied: whether the table of embeddings also makes the logits.
+        tied: whether the embedding table also computes the logits.
         head: the size of a head.
-        experts: how many the feed-forward block has; 0: it is dense. Each has *expert_hidden* units, *chosen*
-            of them take a token, and a block of *hidden* units takes all.
+        experts: the number of experts of the feed-forward block; 0: it is dense. Each has *expert_hidden*
+            units. *chosen* experts process a token, and a shared block of *hidden* units processes all.
     """
 
     layers: int
@@ -63,7 +63,7 @@ class Decoder:
 
     @property
     def weights(self) -> Weights:
-        """Their shapes; those of the layers are stacked."""
+        """Returns the shapes of the weights; those of layers are stacked."""
         inner = self.heads * self.head
         shapes: dict[str, tuple[int, ...]] = {
             'query': (self.width, inner),
@@ -94,7 +94,7 @@ class Decoder:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.weights))
 
     def attention_flops(self, tokens: int, length: int, recomputed: bool) -> int:
-        """A half of all pairs: two products, and five on the way back, which computes the scores anew."""
+        """Counts half of all pairs: two matmuls forward, five backward, which recomputes the scores."""
         return (9 if recomputed else 7) * self.layers * self.heads * self.head * length * tokens
 
 
@@ -115,15 +115,15 @@ def training_step(
     microbatches: int,
     recomputed: Recomputed,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """A compiled function of weights, moments and tokens, and its arguments.
+    """Returns a compiled function of weights, moments and tokens, and its arguments.
 
     Args:
         model: the sizes.
-        helper: that of the mesh, with the axes `AXES`.
-        rows: sequences in all microbatches.
-        length: the tokens of one.
-        microbatches: how many there are.
-        recomputed: what the backward pass computes again: nothing, all but products, or all of each layer.
+        helper: the helper of a mesh with the axes `AXES`.
+        rows: the number of sequences in all microbatches.
+        length: the number of tokens of a sequence.
+        microbatches: the number of microbatches.
+        recomputed: what the backward pass recomputes: nothing, all but matmuls, or entire layers.
     """
     optimizer = optax.adamw(1e-4)
     constrain = helper.with_sharding_constraint
@@ -153,7 +153,7 @@ def training_step(
 
 
 def layer(model: Decoder, helper: MeshShardingHelper, x: jax.Array, weights: Weights) -> jax.Array:
-    """A block of attention and a feed-forward block; between blocks tp shares out the positions."""
+    """A block of attention and a feed-forward block; between blocks, positions are sharded over tp."""
     w = {name: leaf.astype(jnp.bfloat16) for name, leaf in weights.items()}
     constrain = helper.with_sharding_constraint
 
@@ -173,14 +173,14 @@ def layer(model: Decoder, helper: MeshShardingHelper, x: jax.Array, weights: Wei
 
 
 def is_product(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy of `jax.checkpoint` that saves what products and attention return."""
+    """A policy of `jax.checkpoint` that saves the results of matmuls and attention."""
     return 'dot' in primitive.name
 
 
 def routed(model: Decoder, helper: MeshShardingHelper, x: jax.Array, w: Weights) -> jax.Array:
-    """The experts: tokens travel along the axis 'expert' to those that they chose, and none is left out.
+    """The experts: tokens travel along the axis 'expert' to their chosen experts, and none is dropped.
 
-    All experts get equally many, as a router in balance has it.
+    All experts get the same number of tokens, as with a balanced router.
     """
 
     def on_device(
@@ -204,12 +204,12 @@ def routed(model: Decoder, helper: MeshShardingHelper, x: jax.Array, w: Weights)
 
 
 def attention(helper: MeshShardingHelper, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """A kernel on the rows and heads of each device."""
+    """Runs the kernel on the rows and heads of each device."""
 
     def kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         if has_cudnn():
             return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation='cudnn')
-        apart = jax.lax.optimization_barrier  # as kernels are fused with nothing
+        apart = jax.lax.optimization_barrier  # kernels are not fused with other operations
         query, key, value = apart((query, key, value))
         shared = query.shape[2] // key.shape[2]
         return apart(jnp.tanh(query * jnp.repeat(key, shared, 2) * jnp.repeat(value, shared, 2)))
@@ -220,7 +220,7 @@ def attention(helper: MeshShardingHelper, query: jax.Array, key: jax.Array, valu
 
 @functools.cache
 def has_cudnn() -> bool:
-    """Whether the compiler finds cuDNN."""
+    """Returns whether the compiler finds cuDNN."""
     try:
         ctypes.CDLL('libcudnn.so.9')
     except OSError:

@@ -1,7 +1,7 @@
-"""Steps whose time was published, and pairs of layouts of which one was faster.
+"""Published step times, and pairs of layouts of which one was reported to be faster.
 
-Each is compiled for its GPUs, none of which is here, with the sizes, the layout, the microbatches and the
-recomputation that were published. Nothing of a plan is fitted to what was published.
+Each step is compiled for its (absent) GPUs with the published sizes, layout, microbatches and recomputation.
+No parameter of a plan is fitted to the published times.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from scalax.sharding import MeshShardingHelper
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step whose time was published.
+    """A step with a published time.
 
     Attributes:
-        source: where.
+        source: the publication.
         model: the sizes.
         topology: the GPUs.
-        mesh: the sizes of data, fsdp, expert and tp; those that are left out are 1.
-        sequences: in one microbatch, on the devices of tp together.
-        length: the tokens of one.
-        microbatches: of a step.
-        recomputed: what the backward pass computes again: nothing, all but products, or all of each layer.
-        seconds: of a step, as published or from the published tokens a second.
-        hardware: changes to the numbers of the GPU, where others were published.
+        mesh: the sizes of data, fsdp, expert and tp; 1 if omitted.
+        sequences: the number per microbatch, for the devices of tp together.
+        length: the number of tokens of a sequence.
+        microbatches: the number per step.
+        recomputed: what the backward pass recomputes: nothing, all but matmuls, or entire layers.
+        seconds: the step time, as published or from the published tokens per second.
+        hardware: changes to the hardware specs of the GPU, if other specs were published.
     """
 
     source: str
@@ -51,25 +51,25 @@ class Step:
 
     @property
     def rows(self) -> int:
-        """The sequences of a step."""
+        """The number of sequences of a step."""
         shares = math.prod(size for name, size in self.mesh.items() if name in ROWS)
         return shares * self.sequences * self.microbatches
 
     @property
     def tokens(self) -> int:
-        """Those of a step."""
+        """The number of tokens of a step."""
         return self.rows * self.length
 
     @property
     def missing(self) -> int:
-        """The operations of the attention of one device, where another function stands for it."""
+        """The FLOPs of attention on one device, if another function replaces the kernel."""
         if has_cudnn():
             return 0
         of_all = self.model.attention_flops(self.tokens, self.length, self.recomputed == 'layers')
         return of_all // self.devices
 
     def plan(self) -> Plan:
-        """The plan of the step, compiled for its GPUs, with the operations of its attention."""
+        """Returns the plan of the step, compiled for its GPUs, with the FLOPs of its attention."""
         sizes = [self.mesh.get(name, 1) for name in AXES]
         helper = MeshShardingHelper.from_topology(self.topology, sizes, AXES)
         step, arguments = training_step(
@@ -80,7 +80,7 @@ class Step:
         return dataclasses.replace(plan, device_cost=work)
 
     def scheduled(self, plan: Plan) -> float | None:
-        """Its seconds by the compiler's schedule, with its attention."""
+        """Returns the seconds by the compiler's schedule, including attention."""
         if plan.schedule is None:
             return None
         least = self.missing * self.devices / plan.roofline(self.numbers).peak
@@ -92,7 +92,7 @@ class Step:
 
 
 def mfu_seconds(model: Decoder, tokens: int, length: int, mfu: float) -> float:
-    """The seconds of a step by its MFU of 989e12 operations a second, as torchtitan counts: all pairs.
+    """Returns the step time from an MFU of 989e12 FLOPs per second, counted as torchtitan does: all pairs.
 
     https://github.com/pytorch/torchtitan/blob/0011fb9/torchtitan/utils.py
     """
@@ -110,9 +110,9 @@ MPT_7B = Decoder(32, 4096, 32, 32, 16_384, 50_368, gated=False, tied=True)
 MPT_13B = Decoder(40, 5120, 40, 40, 20_480, 50_368, gated=False, tied=True)
 MPT_30B = Decoder(48, 7168, 56, 56, 28_672, 50_368, gated=False, tied=True)
 MPT_70B = Decoder(80, 8192, 64, 64, 32_768, 50_368, gated=False, tied=True)
-# Its 50,257 words are as many more as divide over tp.
+# The vocabulary of 50,257 is padded to a multiple of tp.
 LLAMA_1B = Decoder(24, 2048, 32, 32, 4096, 50_264, tied=True, head=64)
-# Their attention looks back less than all positions in most layers; here as far in all.
+# In most layers of the original, attention has a window. Here it covers all positions in all layers.
 GRUG_129B = Decoder(48, 5120, 40, 10, 5120, 128_256, experts=64, chosen=4, expert_hidden=2560)
 GRUG_360B = Decoder(48, 6144, 48, 12, 6144, 128_256, experts=128, chosen=4, expert_hidden=3072)
 
@@ -139,14 +139,14 @@ MARIN_RACKS = 'https://github.com/marin-community/marin/issues/7201'
 HBM2E: dict[str, Any] = {'hbm_bytes_per_second': 2.4e12}
 
 PUBLISHED = {
-    # What is saved was not found: no product is computed again.
+    # The saved residuals were not published: no matmul is recomputed here.
     'MaxText, Llama 2 70B, 64 H100, FSDP': Step(
         LLAMA2_RECIPE, LLAMA2_70B, 'h100:8x8', {'fsdp': 64}, 2, 4096, 1, 'elementwise', 7.908
     ),
     'MaxText, Llama 3 70B, 128 H100, FSDP': Step(
         LLAMA3_RECIPE, LLAMA3_70B, 'h100:16x8', {'fsdp': 128}, 2, 8192, 1, 'elementwise', 15.570
     ),
-    # "Selective" recomputes some products: here none.
+    # "Selective" recomputes some matmuls; here none.
     'torchtitan, Llama 3.1 8B, 8 H100, FSDP': Step(
         TITAN, LLAMA3_8B, 'h100:8', {'fsdp': 8}, 2, 8192, 1, 'elementwise', 2 * 8192 / 6667, HBM2E
     ),
@@ -216,7 +216,7 @@ PUBLISHED = {
     'fms-fsdp, Llama 2 70B, 128 A100, FSDP': Step(
         FMS, LLAMA2_70B, 'a100:16x8', {'fsdp': 128}, 6, 4096, 1, 'layers', 6 * 4096 / 380
     ),
-    # ZeRO-1, whose update is that of one device here; the gradients of each microbatch are summed.
+    # ZeRO-1, but here every device updates all parameters; the gradients of each microbatch are reduced.
     'nanotron, Llama 1B, 8 H100, DP x TP 2': Step(
         NANOTRON, LLAMA_1B, 'h100:8', {'data': 4, 'tp': 2}, 8, 4096, 32, 'nothing', 15.8
     ),
@@ -232,7 +232,7 @@ PUBLISHED = {
     'marin, Grug 360B, 64 GB200, experts': Step(
         MARIN, GRUG_360B, 'gb200:16x4', {'expert': 64}, 16, 4096, 1, 'layers', 1024 * 4096 / 316_473
     ),
-    # "FSDP + intra-rack sharding" of eight racks; what is computed again was not found.
+    # "FSDP + intra-rack sharding" of eight racks; the recomputation was not published.
     'marin, Grug 129B, 512 GB200, HSDP': Step(
         MARIN_RACKS,
         GRUG_129B,
@@ -253,7 +253,7 @@ PUBLISHED = {
     'torchtitan, Llama 3.1 8B, 8 GB200, FSDP x TP 2': Step(
         GB200, LLAMA3_8B, 'gb200:2x4', {'fsdp': 4, 'tp': 2}, 32, 2048, 1, 'elementwise', 16 * 2048 / 18_258
     ),
-    # Of these MFU is published, of 989e12: 26.9 % and 22.4 %.
+    # Published as MFU of 989e12 FLOPs per second: 26.9 % and 22.4 %.
     'torchtitan, Llama 3 8B, 8 H100, FSDP (1 sequence)': Step(
         DTENSOR,
         LLAMA3_8B,

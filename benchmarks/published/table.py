@@ -1,4 +1,4 @@
-"""``--only published``: steps on GPUs that others published, beside their plans (table.md)."""
+"""``--only published``: published GPU steps, compared with their plans (table.md)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchmarks.published.steps import PUBLISHED, WINNERS, Step
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """A step beside its plan.
+    """A step and the times by its plan.
 
     Attributes:
         step: the step.
-        bound: seconds if everything overlaps.
-        estimate: seconds if nothing does.
+        bound: fully overlapped seconds.
+        estimate: serial seconds.
         scheduled: seconds along the compiler's schedule, if it has one.
     """
 
@@ -28,18 +28,18 @@ class Judged:
 
     @classmethod
     def of(cls, step: Step) -> Judged:
-        """That of a step, which is compiled."""
+        """Compiles a step, and returns its times."""
         plan = step.plan()
         return cls(step, *plan.roofline(step.numbers).step_seconds, step.scheduled(plan))
 
     @property
     def objective(self) -> float:
-        """What searches make small."""
+        """The objective of searches."""
         return (self.bound + self.estimate) / 2
 
 
 def lines(judged: Mapping[str, Judged]) -> Iterator[str]:
-    """Both tables in Markdown: steps, and pairs of layouts of which both are judged."""
+    """Yields both tables in Markdown: the steps, and the pairs of layouts of which both were planned."""
     yield '| step | overlapped | schedule | published | serial |'
     yield '|---|---|---|---|---|'
     for name, judgement in judged.items():
@@ -71,7 +71,7 @@ def _number(value: float | None) -> str:
 
 
 def show(model: str) -> None:
-    """Prints the tables of the steps whose names hold *model*."""
+    """Prints the tables of the steps whose names contain *model*."""
     judged = {}
     for name, step in PUBLISHED.items():
         if model in name:

@@ -1,1 +1,1 @@
-"""Pipelines: a step of LLaMA-3 whose stages an expert has written, and what it moves and needs."""
+"""Pipelines: a step of LLaMA-3 with hand-written stages, and its communication and memory."""

@@ -1,14 +1,14 @@
-"""LLaMA with pipeline stages by hand: what an expert writes in `jax.shard_map`, without scalax.
+"""LLaMA with hand-written pipeline stages: expert code in `jax.shard_map`, without scalax.
 
-The model is that of examples/llama. A mesh has the axes stage, fsdp and tp; `shard_map` is manual over stage
-alone, and XLA partitions what a stage computes over the others. Outside of the pipeline the rows are over
+The model is examples/llama. The mesh has the axes stage, fsdp and tp. `shard_map` is manual over stage only,
+and XLA partitions the computation of a stage over the other axes. Outside the pipeline, rows are sharded over
 stage and fsdp.
 
-The layers are stacked as (rounds, stages, layers of a group): of each round a stage has one group, and rows
-go around all stages once a round. One round is GPipe (arXiv:1811.06965); more are a circular schedule
+The layers are stacked as (rounds, stages, layers of a group): a stage has one group per round, and rows pass
+through all stages once per round. One round is GPipe (arXiv:1811.06965); several are a circular schedule
 (arXiv:2104.04473, section 2.2), with a shorter bubble: (T - 1) / (rounds * M + T - 1) of the time.
 
-Letters in shapes as in the model; M parts, T stages.
+Letters in shapes are those of the model; M microbatches, T stages.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from examples.llama.model import ModelConfig, Params, block_input, init_params, 
 
 Weights = dict[str, jax.Array]
 Layer = Callable[[str | None, jax.Array, Weights], jax.Array]
-# Between blocks tp shares out positions (arXiv:2205.05198): a device saves and sends its own.
+# Between blocks, positions are sharded over tp (arXiv:2205.05198): a device saves and sends its shard.
 RESIDUAL = P('fsdp', 'tp')
 constrain = jax.lax.with_sharding_constraint
-# Of a layer, over fsdp and tp: Megatron's columns and rows.
+# Specs of a layer over fsdp and tp: Megatron's column- and row-parallel weights.
 LAYER = {
     'attention_norm': P(),
     'query': P('fsdp', 'tp'),
@@ -49,16 +49,16 @@ LAYER = {
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """A schedule.
+    """A pipeline schedule.
 
     Attributes:
-        mesh: with the axes stage, fsdp and tp.
-        parts: how many the rows are dealt in; divided by the stages (and by two for hops of two ticks).
-        rounds: how many groups of layers a stage has.
-        gathered: when weights are gathered along fsdp: in each tick, layer by layer, or once a step, with as
-            many sums of gradients.
-        hop: the ticks that it takes to the next stage: 2, so that what is sent is not waited for. With twice
-            the parts the bubble is the same.
+        mesh: a mesh with the axes stage, fsdp and tp.
+        parts: the number of microbatches; divisible by the stages (times two if a hop takes two ticks).
+        rounds: the number of layer groups of a stage.
+        gathered: when weights are gathered along fsdp: in each tick, layer by layer, or once per step.
+            Gradients are reduced equally often.
+        hop: the ticks between sending and receiving; with 2, no stage waits for a transfer. With twice
+            the microbatches the bubble is the same.
     """
 
     mesh: jax.sharding.Mesh
@@ -76,14 +76,14 @@ class Pipeline:
         return self.rounds * self.parts + self.hop * (self.stages - 1)
 
     def stacked(self, params: Params) -> Params:
-        """The parameters of the example with their layers in groups."""
+        """Returns the parameters of the example with their layers in groups."""
         return {**params, 'layers': jax.tree.map(self._groups, params['layers'])}
 
     def _groups(self, leaf: jax.Array) -> jax.Array:
         return leaf.reshape(self.rounds, self.stages, -1, *leaf.shape[1:])
 
     def shardings(self, params: Any) -> Any:
-        """Those of the parameters, and of an optimizer's state with their names."""
+        """Returns the shardings of the parameters, or of an optimizer state with their names."""
         layers = {f'{name}': P(None, 'stage', None, *spec) for name, spec in LAYER.items()}
         table = {**layers, 'embed': P(None, ('tp', 'fsdp')), 'unembed': P('fsdp', 'tp')}
 
@@ -93,7 +93,9 @@ class Pipeline:
         return jax.tree_util.tree_map_with_path(placed, params)
 
     def dealt(self, rows: jax.Array) -> jax.Array:
-        """Rows [B, ...] over (stage, fsdp) as parts [M, B/M, ...]: M/T of each stage, and none moves."""
+        """Splits rows [B, ...] over (stage, fsdp) into microbatches [M, B/M, ...], M/T per stage, without
+        communication.
+        """
         parts, stages = self.parts, self.stages
         dealt = rows.reshape(stages, len(rows) // parts, parts // stages, *rows.shape[1:])
         return self.placed(jnp.swapaxes(dealt, 1, 2).reshape(parts, -1, *rows.shape[1:]), 'stage', 'fsdp')
@@ -102,7 +104,9 @@ class Pipeline:
         return constrain(x, NamedSharding(self.mesh, P(*spec)))
 
     def __call__(self, layer: Layer, layers: Weights, x: jax.Array) -> jax.Array:
-        """Applies all layers to parts [M, B/M, ...], which lie over stage and fsdp, as the results do."""
+        """Applies all layers to microbatches [M, B/M, ...], which are sharded over stage and fsdp, as the
+        results are.
+        """
         run = functools.partial(self._stage, layer)
         specs = (P(None, 'stage'), P(None, 'stage'), P('stage'))
         mapped = jax.shard_map(
@@ -111,14 +115,14 @@ class Pipeline:
         return mapped(jax.lax.stop_gradient(layers), sums_of(layers), x)
 
     def _stage(self, layer: Layer, layers: Weights, sums: Weights, x: jax.Array) -> jax.Array:
-        """What a stage does, with its groups [rounds, 1, L/(T rounds), ...] and its parts [M/T, B/M, ...]."""
+        """Runs a stage on its groups [rounds, 1, L/(T rounds), ...] and its microbatches [M/T, B/M, ...]."""
         stages, rounds, last = self.stages, self.rounds, self.stages - 1
         stage = jax.lax.axis_index('stage')
         groups = tuple(
             {name: self._used(name, leaf[:, 0]) for name, leaf in stack.items()} for stack in (layers, sums)
         )
 
-        # What layers take in is saved, and nothing else: not the weights of the group of each tick.
+        # Saves only the inputs of layers, not the weights of each tick's group.
         @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names('layer'))
         def group(groups: tuple[Weights, Weights], index: jax.Array, x: jax.Array) -> jax.Array:
             pick = functools.partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
@@ -138,8 +142,8 @@ class Pipeline:
             parts, arrived, output = carry
             sent = jax.lax.ppermute(output, 'stage', ring)
             arrived = sent if self.hop == 1 else arrived
-            # As many parts go around together as can be under way: what the last stage sends is then what
-            # the first one needs.
+            # As many microbatches circulate as can be in flight: the last stage sends exactly the one that
+            # the first stage needs next.
             together = self.hop * stages
             done = jnp.clip(now - self.hop * stage, 0, rounds * self.parts - 1)
             index = done // together % rounds
@@ -147,26 +151,27 @@ class Pipeline:
             first = (stage == 0) & (index == 0)
             x = jnp.where(first, jax.lax.dynamic_index_in_dim(parts, part, keepdims=False), arrived)
             output = group(groups, index, constrain(x, RESIDUAL))
-            # What idle ticks and earlier rounds write is overwritten by what is right.
+            # Valid results overwrite those of idle ticks and earlier rounds.
             parts = jax.lax.dynamic_update_index_in_dim(parts, output, part, 0)
             return (parts, sent, output), None
 
         ring = [(i, (i + 1) % stages) for i in range(stages if rounds > 1 else last)]
         here = x.shape[0]
-        # The first stage gets all parts, point to point; others hold zeros.
+        # The first stage receives all microbatches point to point; the other stages hold zeros.
         parts = jnp.concatenate([x, *(jax.lax.ppermute(x, 'stage', [(k, 0)]) for k in range(1, stages))])
         parts = constrain(parts, P(None, *RESIDUAL))
         nothing = jnp.zeros_like(parts[0])
         (parts, _, _), _ = jax.lax.scan(tick, (parts, nothing, nothing), jnp.arange(self.ticks))
-        # The last one has all results, and sends each stage its own.
+        # The last stage has all results, and sends each stage its share.
         results = [parts[k * here : (k + 1) * here] for k in range(stages)]
         sent = [jax.lax.ppermute(results[k], 'stage', [(last, k)]) for k in range(last)]
         return jnp.where(stage == last, results[last], sum(sent))
 
     def _used(self, name: str, leaf: jax.Array) -> jax.Array:
-        """Weights [rounds, L/(T rounds), ...] as the ticks use them.
+        """Returns weights [rounds, L/(T rounds), ...] as the ticks use them.
 
-        Gathered once, there is a replica for each device along fsdp, whose gradients wait for all ticks.
+        If they are gathered once, each device along fsdp has a copy; its gradients are reduced after all
+        ticks.
         """
         if self.gathered == 'tick':
             return leaf
@@ -179,13 +184,13 @@ class Pipeline:
 
 @jax.custom_vjp
 def sums_of(weights: Weights) -> Weights:
-    """Zeros in float32, to which the gradients of *weights* are added (`summed_into`)."""
+    """Returns float32 zeros, to which the gradients of *weights* are added (`summed_into`)."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), weights)
 
 
 @jax.custom_vjp
 def summed_into(weights: Weights, sums: Weights) -> Weights:
-    """The weights; what their gradients are is added to those of *sums*."""
+    """Returns the weights; their gradients are added to the gradients of *sums*."""
     return weights
 
 
@@ -201,7 +206,7 @@ summed_into.defvjp(
 
 
 def attention(rows: str | None, x: jax.Array, weights: Weights, config: ModelConfig) -> jax.Array:
-    """That of the example, of the heads of a device."""
+    """Runs the example's attention on the local heads."""
     x, heads = constrain(x, P(rows)), P(rows, None, 'tp')
     rotation = rotary_angles(x.shape[1], config)
     q, k, v = (
@@ -219,16 +224,16 @@ def attention(rows: str | None, x: jax.Array, weights: Weights, config: ModelCon
 
 
 def mlp(rows: str | None, x: jax.Array, weights: Weights) -> jax.Array:
-    """That of the example, of the units of a device."""
+    """Runs the example's MLP on the local units."""
     x = constrain(x, P(rows))
     hidden = jax.nn.silu(x @ weights['gate']) * (x @ weights['up'])
     return constrain(hidden, P(rows, None, 'tp')) @ weights['down']
 
 
 def loss(pipeline: Pipeline, config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
-    """The mean loss of `tokens` [B, S + 1]."""
+    """Returns the mean loss of `tokens` [B, S + 1]."""
     tokens = pipeline.dealt(tokens)
-    # Each device looks up its part of the width for the rows of its stage: rows travel, and not the table,
+    # Each device looks up its shard of the width for its stage's rows: the rows move instead of the table,
     # along one axis at a time.
     ids = pipeline.placed(tokens[..., :-1], 'stage')
     x = pipeline.placed(params['embed'][ids], 'stage', None, None, ('tp', 'fsdp'))
@@ -251,7 +256,9 @@ def loss(pipeline: Pipeline, config: ModelConfig, params: Params, tokens: jax.Ar
 def train_step(
     pipeline: Pipeline, config: ModelConfig, optimizer: optax.GradientTransformation, dtype: Any = 'bfloat16'
 ) -> tuple[Any, tuple[Any, Any]]:
-    """A compiled step of (parameters, optimizer state) and tokens; shapes and shardings of the first."""
+    """Returns a compiled step of (parameters, optimizer state) and tokens, and the shapes and shardings of
+    the former.
+    """
 
     def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
         params, opt_state = state

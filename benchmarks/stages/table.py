@@ -1,6 +1,7 @@
-"""``--only stages``: LLaMA-3 with pipeline stages by hand, beside FSDP and HSDP over the same devices.
+"""``--only stages``: LLaMA-3 with hand-written pipeline stages, compared with FSDP and HSDP on the same
+devices.
 
-The steps are planned for TPUs and GPUs that are not here, and not run. A line takes some seconds of a core.
+The steps are planned for absent TPUs and GPUs, and not run. A line takes a few CPU seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from scalax.plan import HARDWARE, Plan, make_plan
 from scalax.sharding import MeshShardingHelper
 
 MODELS = {'8B': LLAMA_8B, '70B': LLAMA_70B}
-ROUNDS = {'8B': 4, '70B': 5}  # where bubbles are to be short: groups of one to four layers
+ROUNDS = {'8B': 4, '70B': 5}  # for short bubbles: groups of one to four layers
 HEAD = (
     *('model', 'devices', 'rows', 'mesh', 'schedule', 'peak GiB', 'slow GiB', 'fast GiB', 'FLOPs', 'ticks'),
     *('cards GB/s', 'at least s', 'no overlap s', 'scheduled s'),
@@ -31,11 +32,11 @@ HEAD = (
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh, whose first axis runs from slice to slice or from host to host, and a schedule.
+    """A mesh, whose first axis connects slices or hosts, and a schedule.
 
     Attributes:
-        mesh: the sizes of its axes: stage, fsdp and tp, or those of a strategy without stages.
-        schedule: the options of `Pipeline`; None: there are no stages.
+        mesh: the sizes of its axes: stage, fsdp and tp, or the axes of a strategy without stages.
+        schedule: the options of `Pipeline`; None without stages.
     """
 
     mesh: Mapping[str, int]
@@ -44,15 +45,15 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Layouts of the same step over the same devices.
+    """Layouts of one step over the same devices.
 
     Attributes:
-        model: the name of its sizes.
-        topology: a slice, or GPUs.
-        rows: sequences of a batch, for each device.
-        layouts: what is compared.
-        slices: of TPUs.
-        cards: bytes a second of the network cards of a host together, a line for each; None: the hardware's.
+        model: the name of the model.
+        topology: a TPU slice, or GPUs.
+        rows: the number of sequences per device.
+        layouts: the layouts to compare.
+        slices: the number of TPU slices.
+        cards: bytes per second of all network cards of a host, one line for each; None: the hardware's.
     """
 
     model: str
@@ -63,7 +64,7 @@ class Case:
     cards: tuple[float | None, ...] = (None,)
 
     def helper(self, layout: Layout) -> MeshShardingHelper:
-        """Over devices that are not here."""
+        """Returns a helper for absent devices."""
         names, sizes = list(layout.mesh), list(layout.mesh.values())
         slow = [self.slices, *[1] * (len(names) - 1)] if self.slices > 1 else None
         return MeshShardingHelper.from_topology(
@@ -71,7 +72,7 @@ class Case:
         )
 
     def plan(self, layout: Layout, quick: bool = True) -> Plan:
-        """The plan of a line."""
+        """Returns the plan of a line."""
         config, helper = MODELS[self.model], self.helper(layout)
         rows = round(self.rows * helper.mesh.size)
         if layout.schedule is None:
@@ -87,7 +88,7 @@ class Case:
         return plan.with_model_flops(model_flops(config, params, rows))
 
     def cells(self, layout: Layout, plan: Plan, cards: float | None) -> list[str]:
-        """Those of a line."""
+        """Returns the cells of a line."""
         hardware = HARDWARE[self.topology.partition(':')[0]]
         if cards is not None:
             hardware = dataclasses.replace(hardware, dcn_bytes_per_second=cards)
@@ -108,12 +109,12 @@ class Case:
 
 
 def gpipe(stages: int, fsdp: int, tp: int, parts: int, **options: Any) -> Layout:
-    """A pipeline over these axes."""
+    """Returns a GPipe pipeline over these axes."""
     return Layout({'stage': stages, 'fsdp': fsdp, 'tp': tp}, {'parts': parts, **options})
 
 
 def cases() -> Iterator[Case]:
-    """The table: inside a slice, over slices, over nodes."""
+    """Yields the cases of the table: inside a slice, over slices, over nodes."""
     fsdp = Layout({'fsdp': -1})
     for model in MODELS:
         pipelines: tuple[Layout, ...] = (
@@ -151,13 +152,13 @@ def cases() -> Iterator[Case]:
             *(gpipe(8, 1, 8, 32, hop=2), gpipe(8, 1, 8, 32, rounds=ROUNDS[model])),
         )
         few_tokens = gpipe(8, 1, 8, 16), gpipe(8, 1, 8, 16, rounds=ROUNDS[model])
-        cards = (None, 2.5e10)  # one for each GPU, or one of 200 Gb/s for all of a host
+        cards = (None, 2.5e10)  # one card per GPU, or one of 200 Gb/s per host
         yield Case(model, 'h100:8x8', 2, (fsdp, hsdp, fsdp_tp, *pipelines), cards=cards)
         yield Case(model, 'h100:8x8', 0.25, (fsdp_tp, *few_tokens), cards=cards)
 
 
 def show(model: str = '', topology: str = '') -> None:
-    """Prints the table of the models of this name and the devices whose name begins so, line by line."""
+    """Prints the table of the models with this name and the devices whose names start so, line by line."""
     print(f'| {" | ".join(HEAD)} |')
     print('|' + '---|' * len(HEAD), flush=True)
     for case in cases():
@@ -166,7 +167,7 @@ def show(model: str = '', topology: str = '') -> None:
         for layout in case.layouts:
             try:
                 plan = case.plan(layout)
-            except PlanError as error:  # the compiler refuses it
+            except PlanError as error:  # the compiler rejects the program
                 print(f'{case.model} {case.topology} {layout}: {error}', file=sys.stderr)
                 continue
             for cards in case.cards:

@@ -1,1 +1,3 @@
-"""Models as their communities write them, for one device; and what an expert would add for many."""
+"""Models for one device, as their communities write them, and the annotations that an expert adds for many
+devices.
+"""

@@ -1,4 +1,4 @@
-"""An actor and a critic on time-major experience, with advantages by a scan backward in time."""
+"""An actor-critic on time-major experience; a scan backward in time computes the advantages."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ RULE = TreePathShardingRule(
     ('norm', P()),
     ('policy|value', P('fsdp', None)),
 )
-# FSDP x TP moves more bytes than plain by the plan's count, in a third of the time: gradients are summed in
-# rings beside products, and each step of a ring counts as a whole array.
+# FSDP x TP sends more bytes than the plain program by the plan's count, in a third of the time: gradients are
+# reduced in rings that overlap with matmuls, and the plan counts each ring step as an entire array.
 HAND = {
     'residual': P(None, 'batch', None),
     'hidden': P(None, 'batch', 'tp'),
@@ -61,7 +61,7 @@ def init(key: jax.Array, s: Sizes) -> Tree:
 
 
 def network(params: Tree, observed: jax.Array, s: Sizes) -> tuple[jax.Array, jax.Array]:
-    """(..., observed) -> log probabilities (..., actions), values (...)."""
+    """Maps (..., observed) to log probabilities (..., actions) and values (...)."""
 
     def layer(x: jax.Array, w: Tree) -> tuple[jax.Array, None]:
         hidden = with_sharding_annotation(jax.nn.relu(layer_norm(x, w['norm']) @ w['up']), 'hidden')
@@ -75,7 +75,7 @@ def network(params: Tree, observed: jax.Array, s: Sizes) -> tuple[jax.Array, jax
 
 
 def advantages(rewards: jax.Array, ends: jax.Array, values: jax.Array) -> jax.Array:
-    """Generalized advantages: rewards and ends (T, B), values (T + 1, B) -> (T, B)."""
+    """Returns generalized advantages: rewards and ends (T, B), values (T + 1, B) -> (T, B)."""
     going = 0.99 * (1 - ends)
     errors = with_sharding_annotation(rewards + going * values[1:] - values[:-1], 'numbers')
 
@@ -89,7 +89,7 @@ def advantages(rewards: jax.Array, ends: jax.Array, values: jax.Array) -> jax.Ar
 
 
 def surrogate(log_probs: jax.Array, values: jax.Array, batch: Tree) -> jax.Array:
-    """The clipped loss of the policy and the squared one of the values, over (T, B)."""
+    """Returns the clipped policy loss and the squared value loss, over (T, B)."""
     advantage = jax.lax.stop_gradient(advantages(batch['rewards'], batch['ends'], batch['values']))
     targets = advantage + batch['values'][:-1]
     advantage = (advantage - jnp.mean(advantage)) / (jnp.std(advantage) + 1e-6)
@@ -101,7 +101,7 @@ def surrogate(log_probs: jax.Array, values: jax.Array, batch: Tree) -> jax.Array
 
 
 def loss(params: Tree, batch: Tree, s: Sizes) -> jax.Array:
-    """Steps and rows in one dimension for the network, (T * B, ...), as is usual."""
+    """Merges steps and rows into one dimension for the network, (T * B, ...), as is usual."""
     observed = batch['observed']
     log_probs, values = network(params, observed.reshape(-1, s.observed), s)
     shape = observed.shape[:2]
@@ -109,13 +109,13 @@ def loss(params: Tree, batch: Tree, s: Sizes) -> jax.Array:
 
 
 def hand_loss(params: Tree, batch: Tree, s: Sizes) -> jax.Array:
-    """Steps and rows stay two dimensions: in one the rows of a device would not lie together."""
+    """Keeps steps and rows as two dimensions: if merged, the rows of a device would not be contiguous."""
     log_probs, values = network(params, with_sharding_annotation(batch['observed'], 'residual'), s)
     return surrogate(log_probs, values, batch)
 
 
 def models(size: Size) -> list[Model]:
-    """An actor-critic."""
+    """Returns an actor-critic."""
     s = SIZES[size]
 
     def batch(rows: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""BERT: padded rows, dropout, and a loss over the masked places of each row."""
+"""BERT: padded rows, dropout, and a loss over the masked positions of each row."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def init(key: jax.Array, s: Sizes) -> Tree:
 
 
 def dropout(x: jax.Array, key: jax.Array, rate: float = 0.1) -> jax.Array:
-    """Zeros at random places, a bit for each."""
+    """Zeros random elements; each element needs one random bit."""
     return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)
 
 
@@ -93,7 +93,7 @@ def loss(params: Tree, batch: Tree, key: jax.Array, s: Sizes) -> jax.Array:
 
 
 def models(size: Size) -> list[Model]:
-    """BERT."""
+    """Returns BERT."""
     s = SIZES[size]
 
     def batch(rows: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What several transformers of the table share: weights, norms, attention, feed-forward layers."""
+"""Code that several transformers share: weights, norms, attention, feed-forward layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.unchanged.model import Tree
 from scalax.sharding import PartitionSpec as P
 from scalax.sharding import with_sharding_annotation
 
-# Of stacked layers: (layers, in, out).
+# Specs of stacked layers: (layers, in, out).
 COLUMNS = P(None, 'fsdp', 'tp')
 ROWS = P(None, 'tp', 'fsdp')
 HAND = {
@@ -24,21 +24,21 @@ HAND = {
 
 
 class Draw:
-    """Draws weights, each from a key of its own."""
+    """Draws weights, each with a separate key."""
 
     def __init__(self, key: jax.Array, dtype: Any) -> None:
         self.key, self.dtype, self.count = key, dtype, 0
 
     def normal(self, *shape: int) -> jax.Array:
-        """A matrix, or several, (..., in, out)."""
+        """Draws a matrix, or several, (..., in, out)."""
         return self._scaled(shape, shape[-2])
 
     def kernel(self, size: int, inputs: int, outputs: int) -> jax.Array:
-        """Of a convolution over images: (size, size, in, out)."""
+        """Draws the kernel of a convolution over images: (size, size, in, out)."""
         return self._scaled((size, size, inputs, outputs), size * size * inputs)
 
     def attention(self, layers: int, width: int, context: int | None = None) -> Tree:
-        """Four matrices; the queries come from *width* columns, keys and values from *context*."""
+        """Draws four matrices; queries come from *width* features, keys and values from *context* features."""
         context = width if context is None else context
         return {
             'query': self.normal(layers, width, width),
@@ -48,12 +48,12 @@ class Draw:
         }
 
     def feed_forward(self, layers: int, width: int, hidden: int, gated: bool = False) -> Tree:
-        """Two matrices, or three."""
+        """Draws two matrices, or three."""
         gate = {'gate': self.normal(layers, width, hidden)} if gated else {}
         return {**gate, 'up': self.normal(layers, width, hidden), 'down': self.normal(layers, hidden, width)}
 
     def norm(self, *shape: int) -> Tree:
-        """Scale and bias."""
+        """Returns a scale and a bias."""
         return {'scale': jnp.ones(shape, self.dtype), 'bias': jnp.zeros(shape, self.dtype)}
 
     def _scaled(self, shape: tuple[int, ...], inputs: int) -> jax.Array:
@@ -63,13 +63,13 @@ class Draw:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Of the last dimension, in float32."""
+    """Normalizes the last dimension in float32."""
     mean = jnp.mean(jnp.square(x.astype('float32')), -1, keepdims=True)
     return (x * jax.lax.rsqrt(mean + 1e-6)).astype(x.dtype) * scale
 
 
 def layer_norm(x: jax.Array, w: Tree | None = None) -> jax.Array:
-    """Of the last dimension, in float32; without weights it only normalizes."""
+    """Normalizes the last dimension in float32, and scales and shifts it if there are weights."""
     y = x.astype('float32')
     y = y - jnp.mean(y, -1, keepdims=True)
     y = (y * jax.lax.rsqrt(jnp.mean(jnp.square(y), -1, keepdims=True) + 1e-6)).astype(x.dtype)
@@ -79,7 +79,7 @@ def layer_norm(x: jax.Array, w: Tree | None = None) -> jax.Array:
 def attention(
     x: jax.Array, w: Tree, heads: int, bias: Any = 0.0, context: jax.Array | None = None
 ) -> jax.Array:
-    """(B, Q, D) -> (B, Q, D); *bias* is added to the scores, (B, H, Q, K)."""
+    """Maps (B, Q, D) to (B, Q, D); *bias* is added to the scores, (B, H, Q, K)."""
     context = x if context is None else context
 
     def split(y: jax.Array) -> jax.Array:
@@ -93,12 +93,12 @@ def attention(
 
 
 def feed_forward(x: jax.Array, w: Tree) -> jax.Array:
-    """(B, S, D) -> (B, S, D), gated where there is a gate."""
+    """Maps (B, S, D) to (B, S, D), gated if there is a gate."""
     hidden = jax.nn.gelu(x @ w['gate']) * (x @ w['up']) if 'gate' in w else jax.nn.gelu(x @ w['up'])
     return with_sharding_annotation(hidden, 'hidden') @ w['down']
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Of each label: logits (..., V), labels (...)."""
+    """Returns the loss of each label: logits (..., V), labels (...)."""
     log_probs = jax.nn.log_softmax(logits.astype('float32'))
     return -jnp.take_along_axis(log_probs, labels[..., None], -1)[..., 0]

@@ -1,4 +1,4 @@
-"""All models of the table."""
+"""The models of the table."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ FILES = (
 
 
 def all_models(size: Size) -> list[Model]:
-    """Small ones run on simulated devices; large ones are for plans."""
+    """Returns all models: small ones to run on simulated devices, or large ones to plan."""
     return [model for file in FILES for model in file.models(size)]

@@ -1,4 +1,4 @@
-"""Two towers, of images and of texts, and a loss over all pairs of a batch, as in CLIP."""
+"""Two towers, for images and texts, and a loss over all pairs of a batch, as in CLIP."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def init(key: jax.Array, s: Sizes) -> Tree:
 
 
 def run(x: jax.Array, w: Tree, t: Tower, bias: Any = 0.0) -> jax.Array:
-    """(B, S, D) -> (B, S, D)."""
+    """Maps (B, S, D) to (B, S, D)."""
 
     def layer(x: jax.Array, w: Tree) -> tuple[jax.Array, None]:
         x = x + blocks.attention(blocks.layer_norm(x, w['norm1']), w['attention'], t.heads, bias)
@@ -93,7 +93,7 @@ def run(x: jax.Array, w: Tree, t: Tower, bias: Any = 0.0) -> jax.Array:
 
 
 def vector(x: jax.Array, w: Tree) -> jax.Array:
-    """Rows of unit length, (B, D)."""
+    """Returns rows of unit length, (B, D)."""
     y = with_sharding_annotation(blocks.layer_norm(x, w['norm']) @ w['shared'], 'vector').astype('float32')
     return with_sharding_annotation(y / jnp.linalg.norm(y, axis=-1, keepdims=True), 'vector')
 
@@ -119,7 +119,7 @@ def loss(params: Tree, batch: Tree, s: Sizes) -> jax.Array:
 
 
 def models(size: Size) -> list[Model]:
-    """A dual encoder."""
+    """Returns a dual encoder."""
     s = SIZES[size]
 
     def batch(rows: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Decoders of text: layers in a scan, with and without remat, many heads or grouped ones."""
+"""Text decoders: layers in a scan, with and without remat, with multi-head or grouped-query attention."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def decoder(name: str, size: Size, grouped: bool, remat: bool = True) -> Model:
 
 
 def models(size: Size) -> list[Model]:
-    """The decoders of the table."""
+    """Returns the decoders of the table."""
     return [
         decoder('decoder, many heads', size, grouped=False),
         decoder('decoder, grouped heads', size, grouped=True),

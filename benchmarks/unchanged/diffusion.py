@@ -1,4 +1,4 @@
-"""A diffusion transformer: each row has a time and noise, drawn from the key in the loss."""
+"""A diffusion transformer; the loss draws a time and noise for each row from its key."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RULE = TreePathShardingRule(
     ('query|key|value|up', blocks.COLUMNS),
     ('shifts', P(None, 'fsdp', None)),
 )
-RADIANS = 1000  # the angle of the latest time
+RADIANS = 1000  # the angle at the largest time
 HAND = {
     **{name: blocks.HAND[name] for name in ('residual', 'heads', 'hidden')},
     'image': P('batch', None, None, None),
@@ -65,12 +65,12 @@ def init(key: jax.Array, s: Sizes) -> Tree:
 
 
 def modulated(x: jax.Array, shift: jax.Array, scale: jax.Array) -> jax.Array:
-    """Normalized, then shifted and scaled by what the row's time and class say, (B, 1, D)."""
+    """Normalizes, then shifts and scales by values computed from the row's time and class, (B, 1, D)."""
     return blocks.layer_norm(x) * (1 + scale) + shift
 
 
 def predict(params: Tree, images: jax.Array, times: jax.Array, labels: jax.Array, s: Sizes) -> jax.Array:
-    """Noisy images (B, H, W, 4), times and labels (B,) -> (B, H, W, 4)."""
+    """Maps noisy images (B, H, W, 4), times and labels (B,) to (B, H, W, 4)."""
     rows, side = images.shape[0], s.image // s.patch
     x = images.reshape(rows, side, s.patch, side, s.patch, 4).transpose(0, 1, 3, 2, 4, 5)
     x = with_sharding_annotation(x.reshape(rows, side * side, -1) @ params['inward'], 'residual')
@@ -108,7 +108,7 @@ def loss(params: Tree, batch: Tree, key: jax.Array, s: Sizes) -> jax.Array:
 
 
 def models(size: Size) -> list[Model]:
-    """A diffusion transformer."""
+    """Returns a diffusion transformer."""
     s = SIZES[size]
 
     def batch(rows: int) -> dict[str, Any]:

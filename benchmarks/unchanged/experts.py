@@ -1,4 +1,6 @@
-"""Decoders with experts: one-hot dispatch, sorted tokens, all tokens, and experts over the batch axis."""
+"""Mixture-of-experts decoders: one-hot dispatch, sorted tokens, dense experts, and experts over the batch
+axis.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ SHARED = (
     ('embed', P('tp', 'fsdp')),
     ('norm|router', P()),
 )
-# Sorted tokens: parts of the hidden dimension. One-hot dispatch: some of the experts.
+# tp shards the hidden dimension for sorted tokens, and the experts for one-hot dispatch.
 COLUMNS_AND_ROWS = TreePathShardingRule(
     ('gate|up', P(None, None, 'fsdp', 'tp')), ('down', P(None, None, 'tp', 'fsdp')), *SHARED
 )
@@ -77,7 +79,7 @@ HAND = DENSE | {
     'hidden': P('tp', 'batch', None, None),
     'out': P('tp', 'batch', None, None),
 }
-# Tokens travel to their experts and back, in parts of the width; over slices they stay.
+# Tokens move to their experts and back, in shards of the width, but not between slices.
 SPREAD = DENSE | {
     'routing': P('batch', None, None, None),
     'taken': P(None, 'batch', None, 'tp'),
@@ -90,7 +92,7 @@ SPREAD = DENSE | {
 
 
 def init(key: jax.Array, s: Sizes) -> Tree:
-    """Layers are stacked, and in each the experts."""
+    """Draws the parameters: layers are stacked, and experts within each layer."""
     keys = iter(jax.random.split(key, 10))
 
     def normal(*shape: int) -> jax.Array:
@@ -116,7 +118,7 @@ def init(key: jax.Array, s: Sizes) -> Tree:
 
 
 def attention(x: jax.Array, w: Tree, s: Sizes) -> jax.Array:
-    """(B, S, D) -> (B, S, D), causal."""
+    """Maps (B, S, D) to (B, S, D), causal."""
     batch, length, _ = x.shape
 
     def split(matrix: jax.Array) -> jax.Array:
@@ -130,7 +132,7 @@ def attention(x: jax.Array, w: Tree, s: Sizes) -> jax.Array:
 
 
 def route(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weights and numbers of the experts that each token chose, (B, S, K), and how uneven the choice is."""
+    """Returns the weights and indices of the experts of each token, (B, S, K), and the load imbalance."""
     probs = jax.nn.softmax((x @ w['router']).astype('float32'))
     weights, chosen = jax.lax.top_k(probs, s.chosen)
     used = jnp.mean(jax.nn.one_hot(chosen[..., 0], s.experts), (0, 1))
@@ -138,12 +140,12 @@ def route(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Array, jax.Ar
 
 
 def one_hot(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Array]:
-    """Rows are groups: (G, S, D). An expert takes C tokens of each; the others are left out."""
+    """Treats rows as groups, (G, S, D). An expert processes C tokens of each group; the others are dropped."""
     weights, chosen, uneven = route(x, w, s)
     length = x.shape[1]
     capacity = max(4, length * s.chosen * 5 // (4 * s.experts))
     mask = jax.nn.one_hot(chosen, s.experts, dtype='int32')
-    # First choices come before second ones.
+    # First choices come before second choices.
     flat = mask.swapaxes(1, 2).reshape(-1, s.chosen * length, s.experts)
     position = (jnp.cumsum(flat, 1) - 1).reshape(-1, s.chosen, length, s.experts).swapaxes(1, 2)
     position = jnp.sum(position * mask, -1)
@@ -162,7 +164,7 @@ def one_hot(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Array]:
 
 
 def sorted_tokens(x: jax.Array, w: Tree, chosen: jax.Array, weights: jax.Array) -> jax.Array:
-    """Tokens (B, S, D) in the order of their experts (B, S, K), none left out."""
+    """Processes tokens (B, S, D) sorted by their experts (B, S, K), without dropping any."""
     experts, count = w['gate'].shape[0], chosen.shape[-1]
     tokens = x.reshape(-1, x.shape[-1])
     order = jnp.argsort(chosen.reshape(-1))
@@ -182,7 +184,7 @@ def dropless(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Array]:
 
 
 def dropless_by_row(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Array]:
-    """Each row sorts its own tokens, one after the other."""
+    """Sorts the tokens of each row separately, row after row."""
     weights, chosen, uneven = route(x, w, s)
 
     def of_row(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
@@ -193,7 +195,9 @@ def dropless_by_row(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Arr
 
 
 def dense(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Array]:
-    """Each expert takes all tokens. What it makes of those that did not choose it has no weight."""
+    """Runs every expert on all tokens; results for tokens that did not choose the expert get a weight of
+    zero.
+    """
     weights, chosen, uneven = route(x, w, s)
     total = jnp.zeros_like(x)
     for expert in range(s.experts):
@@ -205,12 +209,12 @@ def dense(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Array]:
 
 
 def dropless_by_hand(x: jax.Array, w: Tree, s: Sizes, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
-    """Each device sorts its own tokens; over tp it has a part of the hidden dimension."""
+    """Sorts tokens on each device; tp shards the hidden dimension."""
     weights, chosen, uneven = route(x, w, s)
     mesh = jax.sharding.get_abstract_mesh()
     tp = 'tp' if 'tp' in mesh.axis_names else None
     matrices = {name: w[name] for name in ('gate', 'up', 'down')}
-    # As the weights lie: what is gathered inside is summed and scattered on the way back.
+    # The specs of the weights: a gather inside becomes a reduce-scatter of the gradient.
     if tp:
         specs = {'gate': P(None, 'fsdp', tp), 'up': P(None, 'fsdp', tp), 'down': P(None, tp, 'fsdp')}
     else:
@@ -262,7 +266,7 @@ def with_experts(
 
 
 def models(size: Size) -> list[Model]:
-    """Several ways to bring tokens to experts."""
+    """Returns models that dispatch tokens to experts in several ways."""
 
     def dropless_loss(params: Tree, batch: Tree, key: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         return loss(params, batch, key, FEW[size], functools.partial(dropless_by_hand, axes=axes))

@@ -1,4 +1,4 @@
-"""Decoders whose attention never has all scores: a scan over blocks of keys, and a Pallas kernel."""
+"""Decoders whose attention never materializes all scores: a scan over blocks of keys, and a Pallas kernel."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ SIZES = {
 }
 HAND = decoders.HAND | {'statistics': P('batch', None, 'tp'), 'blocks': P(None, 'batch', None, 'tp', None)}
 Attention = Callable[[jax.Array, jax.Array, jax.Array, int], jax.Array]
-# The output, and the logarithm of what the weights of a token sum to.
+# The output, and the log of the sum of a token's unnormalized weights.
 Forward = tuple[jax.Array, jax.Array]
 
 
 def in_blocks(x: jax.Array, block: int) -> jax.Array:
-    """(B, S, H, D) -> (S / block, B, block, H, D)."""
+    """Maps (B, S, H, D) to (S / block, B, block, H, D)."""
     x = jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
     return with_sharding_annotation(x, 'blocks')
 
 
 def scores_of(q: jax.Array, k: jax.Array, first: jax.Array) -> jax.Array:
-    """Scores (B, Q, H, K) of a block of keys, of which the first has this position."""
+    """Returns scores (B, Q, H, K) of a block of keys that starts at this position."""
     scores = jnp.einsum('bqhd,bkhd->bqhk', q, k, preferred_element_type='float32') / math.sqrt(q.shape[-1])
     seen = jnp.arange(q.shape[1])[:, None] >= first + jnp.arange(k.shape[1])
     return jnp.where(seen[:, None], scores, -1e9)
 
 
 def scanned_forward(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> Forward:
-    """Sums over the blocks seen so far, scaled by the largest score."""
+    """Accumulates sums over blocks, scaled by the largest score so far."""
 
     def add(carry: Tree, part: Tree) -> tuple[Tree, None]:
         out, largest, total = carry
@@ -71,7 +71,7 @@ def scanned_forward(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> For
 
 
 def kernel(q_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any, sums_ref: Any, *, block: int) -> None:
-    """One head: a block of queries, all keys up to them."""
+    """Runs one head: a block of queries, and all keys up to them."""
     at = pl.program_id(1)
     size = q_ref.shape[-1]
     q = q_ref[0]
@@ -95,12 +95,12 @@ def kernel(q_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any, sums_ref: Any, *, b
 
 
 def kernel_forward(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> Forward:
-    """Heads are rows of the kernel's grid: (B, S, H, D) -> (B * H, S, D)."""
+    """Uses heads as rows of the kernel's grid: (B, S, H, D) -> (B * H, S, D)."""
     batch, length, heads, size = q.shape
     q, k, v = (x.swapaxes(1, 2).reshape(batch * heads, length, size) for x in (q, k, v))
     part = pl.BlockSpec((1, block, size), lambda head, i: (head, i, 0))
     full_sequence = pl.BlockSpec((1, length, size), lambda head, i: (head, 0, 0))
-    # Small blocks are for tests without a TPU.
+    # Small blocks serve tests without a TPU.
     out, sums = pl.pallas_call(
         functools.partial(kernel, block=block),
         grid=(batch * heads, length // block),
@@ -117,7 +117,7 @@ def kernel_forward(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> Forw
 
 
 def backward(block: int, saved: Tree, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The weights are made once more, block by block."""
+    """Recomputes the weights block by block."""
     q, k, v, out, sums = saved
     inner = jnp.sum(out.astype('float32') * d_out, -1)
 
@@ -139,7 +139,7 @@ def backward(block: int, saved: Tree, d_out: jax.Array) -> tuple[jax.Array, jax.
 
 
 def with_backward(forward: Callable[[jax.Array, jax.Array, jax.Array, int], Forward]) -> Attention:
-    """Attention with a backward pass of its own."""
+    """Returns attention with a custom backward pass."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> jax.Array:
@@ -158,7 +158,7 @@ by_kernel = with_backward(kernel_forward)
 
 
 def kernel_by_hand(axes: tuple[str, ...]) -> Attention:
-    """The kernel in a shard_map: each device has its rows and its heads."""
+    """Runs the kernel in a shard_map: each device has its rows and its heads."""
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, block: int) -> Forward:
         tp = 'tp' if 'tp' in jax.sharding.get_abstract_mesh().axis_names else None
@@ -194,7 +194,7 @@ def loss(params: Tree, batch: Tree, key: jax.Array, s: Sizes, attend: Attention)
 
 
 def models(size: Size) -> list[Model]:
-    """The kernel has no plain program on TPUs: JAX asks that a shard_map be written around it."""
+    """Returns the models. The kernel has no plain program on TPUs: JAX requires a shard_map around it."""
     s = SIZES[size]
 
     def kernel_loss(params: Tree, batch: Tree, key: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""A graph network: messages along edges, summed at nodes; the graphs of a batch lie one after another."""
+"""A graph network: messages along edges, summed at nodes; the graphs of a batch are concatenated."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ def init(key: jax.Array, s: Sizes) -> Tree:
 
 
 def mlp(x: jax.Array, w: Tree) -> jax.Array:
-    """(rows, inputs) -> (rows, D)."""
+    """Maps (rows, inputs) to (rows, D)."""
     hidden = with_sharding_annotation(jax.nn.silu(x @ w['up']), 'hidden')
     return layer_norm(with_sharding_annotation(hidden @ w['down'], 'rows'), w['norm'])
 
 
 def at(values: jax.Array, indices: jax.Array) -> jax.Array:
-    """The nodes at the ends of edges."""
+    """Returns the nodes at the ends of edges."""
     return values[indices]
 
 
 def summed(values: jax.Array, indices: jax.Array, count: int) -> jax.Array:
-    """At each node the sum over its edges."""
+    """Sums over the edges of each node."""
     return jax.ops.segment_sum(values, indices, count)
 
 
@@ -97,7 +97,7 @@ def loss(params: Tree, batch: Tree, s: Sizes, at: Any = at, summed: Any = summed
 
 
 def mapped_loss(params: Tree, batch: Tree, s: Sizes) -> jax.Array:
-    """Each graph looks up and sums its own nodes, in a `jax.vmap` over graphs of one size."""
+    """Looks up and sums nodes per graph, in a `jax.vmap` over graphs of one size."""
 
     def by_graph(values: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
         graphs = len(batch['nodes']) // s.nodes
@@ -115,7 +115,7 @@ def mapped_loss(params: Tree, batch: Tree, s: Sizes) -> jax.Array:
 
 
 def hand_loss(params: Tree, batch: Tree, s: Sizes, axes: tuple[str, ...]) -> jax.Array:
-    """No edge leaves the rows of a device: each gathers and sums among its own nodes."""
+    """Each device gathers and sums over its local nodes, since no edge connects rows of two devices."""
 
     def on_device(fun: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         rows = P(axes)
@@ -136,7 +136,7 @@ def hand_loss(params: Tree, batch: Tree, s: Sizes, axes: tuple[str, ...]) -> jax
 
 
 def models(size: Size) -> list[Model]:
-    """A graph network."""
+    """Returns a graph network."""
     s = SIZES[size]
 
     def batch(rows: int) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def models(size: Size) -> list[Model]:
         }
 
     def example(rows: int) -> Tree:
-        """The last node of each graph is padding, and so are the edges at it."""
+        """Returns a batch. The last node of each graph is padding, and so are its edges."""
         rng = np.random.default_rng(1)
         nodes, edges = rows * s.nodes, rows * s.edges
         first = np.repeat(np.arange(rows) * s.nodes, s.edges)

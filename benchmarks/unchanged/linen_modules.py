@@ -1,4 +1,4 @@
-"""A transformer of flax.linen's own modules, with `nn.scan` over its blocks."""
+"""A transformer of flax.linen modules, with `nn.scan` over its blocks."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ RULE = TreePathShardingRule(
 
 
 def attend(query: jax.Array, key: jax.Array, value: jax.Array, **more: Any) -> jax.Array:
-    """linen's own attention, with its heads named: (B, S, H, D)."""
+    """Calls linen's attention, with names for its heads: (B, S, H, D)."""
     query, key, value = (with_sharding_annotation(x, 'heads') for x in (query, key, value))
     return with_sharding_annotation(nn.dot_product_attention(query, key, value, **more), 'heads')
 
 
 class Block(nn.Module):
-    """(B, S, D) -> (B, S, D)."""
+    """Maps (B, S, D) to (B, S, D)."""
 
     s: Sizes
 
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens (B, S) -> logits (B, S, V)."""
+    """Maps tokens (B, S) to logits (B, S, V)."""
 
     s: Sizes
 
@@ -82,7 +82,7 @@ class Transformer(nn.Module):
 
 
 def models(size: Size) -> list[Model]:
-    """One transformer."""
+    """Returns a transformer."""
     s = SIZES[size]
     module = Transformer(s)
 

@@ -1,7 +1,7 @@
-"""LLaMA-3 by the functions of examples/llama, with the catalogue's rule.
+"""LLaMA-3 with the functions of examples/llama and the catalogue's rule.
 
-By hand is the catalogue's layout of tensor parallelism, with which the residual between the blocks is whole,
-or MaxText's, with which its width is split over tp.
+The expert program uses the catalogue's tensor parallelism, with a replicated residual stream between blocks,
+or MaxText's, which shards its width over tp.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from examples.plan_llama import LLAMA_8B, LLAMA_70B, SEQUENCE
 from scalax.rules import catalogue
 from scalax.sharding import PartitionSpec as P
 
-# The names that this model does not share with the table.
+# Names of parameters that only this model has.
 OWN: catalogue.Table = (
     ('layers/value$', P('fsdp', 'tp')),
     ('layers/output$', P('tp', 'fsdp')),
@@ -27,11 +27,11 @@ OWN: catalogue.Table = (
     ('norm$', P(None)),
     ('ns_coeffs$', P(None)),  # of Muon
 )
-# What is looked up has then a part of the width on each device along tp, and so does the residual.
+# Shards the width of embeddings over tp, and so the width of the residual stream.
 WIDTH: catalogue.Table = (('/embed$', P('fsdp', 'tp')),)
 
-# `logical_axis_rules` of src/maxtext/configs/base.yml of AI-Hypercomputer/maxtext, commit 000b810, without
-# mesh axes of one device: its data and fsdp are the axes of the batch, its tensor is tp.
+# `logical_axis_rules` in src/maxtext/configs/base.yml of AI-Hypercomputer/maxtext, commit 000b810, without
+# mesh axes of size 1: its data and fsdp are the batch axes, its tensor is tp.
 MAXTEXT_RULES: Mapping[str, str | None] = {
     'activation_batch': 'batch',
     'activation_kv_batch': 'batch',
@@ -41,12 +41,12 @@ MAXTEXT_RULES: Mapping[str, str | None] = {
     'activation_length_attn': None,
     'activation_embed': 'tp',
     'activation_kv_heads': 'tp',
-    'activation_kv_head_dim': None,  # tensor, as the heads, which come first
+    'activation_kv_head_dim': None,  # also tensor, which the heads use first
     'activation_mlp': 'tp',
     'activation_vocab': 'tp',
 }
-# The names that MaxText's decoder gives to the dimensions: models/llama2.py, layers/attentions.py, linears.py
-# and decoders.py beside it.
+# The names of dimensions in MaxText's decoder: models/llama2.py, layers/attentions.py, linears.py and
+# decoders.py.
 _RESIDUAL = ('activation_batch', 'activation_norm_length', 'activation_embed')
 _HEADS = (
     *('activation_kv_batch', 'activation_length_attn'),
@@ -94,7 +94,7 @@ def llama(
 
 
 def models(size: Size) -> list[Model]:
-    """8B and 70B, and both by MaxText, also with the width of the embedding over tp."""
+    """Returns 8B and 70B, and both with MaxText's rules, also with the width of the embedding over tp."""
     if size == 'small':
         config = ModelConfig(width=32, layers=2, heads=4, kv_heads=2)
         return [llama('LLaMA-3 8B', config, 16, dtype='float32')]

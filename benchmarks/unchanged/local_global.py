@@ -1,4 +1,4 @@
-"""A decoder whose layers look near or far, as a flag says that the scan over layers carries along."""
+"""A decoder with local and global attention layers; a flag in the scanned layers selects which."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HAND = {
 
 
 def init(key: jax.Array, s: Sizes) -> Tree:
-    """The embedding is the last matrix too."""
+    """Draws the parameters; the embedding is also the output matrix."""
     keys = iter(jax.random.split(key, 8))
 
     def normal(*shape: int) -> jax.Array:
@@ -71,13 +71,13 @@ def init(key: jax.Array, s: Sizes) -> Tree:
 
 
 def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Root mean square, with one added to the scale."""
+    """Normalizes by the root mean square, with one added to the scale."""
     mean = jnp.mean(jnp.square(x.astype('float32')), -1, keepdims=True)
     return (x * jax.lax.rsqrt(mean + 1e-6)).astype(x.dtype) * (1 + scale)
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Positions as angles: (B, S, H, D)."""
+    """Rotates by positions: (B, S, H, D)."""
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None] / 10_000 ** (jnp.arange(half) / half)
     sin, cos = jnp.sin(angles)[:, None].astype(x.dtype), jnp.cos(angles)[:, None].astype(x.dtype)
@@ -86,7 +86,9 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Queries (B, Q, H, D), keys and values (B, K, G, D), a mask that broadcasts to (B, Q, K)."""
+    """Attends with queries (B, Q, H, D), keys and values (B, K, G, D), and a mask that broadcasts to (B, Q,
+    K).
+    """
     batch, length, heads, size = q.shape
     q = q.reshape(batch, length, k.shape[2], -1, size)
     scores = jnp.einsum('bqghd,bkgd->bghqk', q, k).astype('float32') / math.sqrt(size)
@@ -96,13 +98,13 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
 
 
 def far(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Each token sees all before it."""
+    """Attends to all earlier tokens."""
     length = q.shape[1]
     return attend(q, k, v, jnp.tril(jnp.ones((1, length, length), bool)))
 
 
 def near(q: jax.Array, k: jax.Array, v: jax.Array, window: int) -> jax.Array:
-    """Each token sees a window: a block sees itself and the block before it."""
+    """Attends to a window: a block of tokens attends to itself and the block before it."""
     batch, length, heads, size = q.shape
     blocks = length // window
 
@@ -147,7 +149,7 @@ def loss(params: Tree, batch: Tree, key: jax.Array, s: Sizes) -> jax.Array:
 
 
 def models(size: Size) -> list[Model]:
-    """Like Gemma: every second layer has a window."""
+    """Returns a model like Gemma: every second layer has a window."""
     s = SIZES[size]
     return [
         Model(

@@ -1,4 +1,4 @@
-"""The table: what a step of each model moves and needs: plain, partitioned and by hand."""
+"""The table: communication, memory and time of a step of each model, plain, partitioned and by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VARIANTS = ('plain', 'partitioned', 'hand')
 def arguments(
     model: Model, rows: int, optimizer: optax.GradientTransformation | None = None
 ) -> tuple[Any, ...]:
-    """Those of a training step: (params, optimizer state), batch, key."""
+    """Returns the arguments of a training step: (params, optimizer state), batch, key."""
     params = jax.eval_shape(model.init, jax.random.key(0))
     state = params, jax.eval_shape((optimizer or model.optimizer).init, params)
     return state, model.batch(rows), jax.ShapeDtypeStruct((), jax.random.key(0).dtype)
@@ -28,7 +28,7 @@ def arguments(
 def training_step(
     model: Model, loss: Loss, optimizer: optax.GradientTransformation | None = None
 ) -> Callable[..., Any]:
-    """A step for one device."""
+    """Returns a step for one device."""
     chosen = optimizer or model.optimizer
 
     def step(state: Any, batch: Any, key: Any) -> Any:
@@ -43,7 +43,7 @@ def training_step(
 def make_step(
     model: Model, strategy: Strategy, helper: MeshShardingHelper, variant: str, rows: int
 ) -> tuple[Any, tuple[Any, ...]]:
-    """A training step on a mesh, and its arguments."""
+    """Returns a training step on a mesh, and its arguments."""
     rule, batch = strategy.rule(model), strategy.batch(model)
     by_hand = model.hand_loss if variant == 'hand' else None
 
@@ -68,14 +68,14 @@ def make_step(
 
 
 def plan(model: Model, strategy: Strategy, topology: str, variant: str) -> Plan:
-    """The quick plan of one cell of the table."""
+    """Returns the quick plan of one cell of the table."""
     helper = strategy.helper(topology)
     step, args = make_step(model, strategy, helper, variant, model.rows * helper.mesh.size)
     return make_plan(helper, step, args, {}, quick=True)
 
 
 def figures(step_plan: Plan) -> dict[str, float]:
-    """GiB that a device sends, and has at the peak; seconds of the roofline without overlap and with it."""
+    """Returns GiB sent by a device, GiB at its peak, and serial and overlapped roofline seconds."""
     seconds = step_plan.roofline().step_seconds
     return {
         'moved': sum(map(sent, step_plan.collectives)) / 2**30,
@@ -86,9 +86,9 @@ def figures(step_plan: Plan) -> dict[str, float]:
 
 
 def sent(row: Collective) -> float:
-    """The bytes that a device sends around a ring.
+    """Returns the bytes that a device sends around a ring.
 
-    The steps of a ring of permutes send as much as an all-gather; a sum, as much as a scatter and a gather.
+    A ring of permutes sends as much as an all-gather; an all-reduce as much as a reduce-scatter and a gather.
     """
     total_bytes, devices = row.bytes * row.count, row.group
     if row.kind == 'collective-permute':

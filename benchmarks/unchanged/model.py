@@ -1,4 +1,4 @@
-"""What a model of the table consists of, and the strategies that it is compiled for."""
+"""The parts of a model of the table, and the strategies that it is compiled for."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ ADAMW = optax.adamw(1e-3)
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model with its loss, written for one device.
+    """A model and its loss, written for one device.
 
-    The code may name values (`with_sharding_annotation`). Names do nothing unless *hand* is bound to them:
-    the same code is the plain program and the expert's.
+    The code may name values (`with_sharding_annotation`). Names have no effect unless *hand* binds them,
+    so the plain program and the expert program share their code.
 
     Attributes:
-        name: how the table calls it.
-        init: from a key to the parameters (float32 or bfloat16 arrays, in any tree).
-        batch: from a number of rows to a batch: a tree of ShapeDtypeStructs.
-        loss: from parameters, a batch and a key to the mean loss over the rows.
-        columns_and_rows: where parameters are over the axes fsdp and tp, in the FSDP x TP strategy.
+        name: the name in the table.
+        init: maps a key to the parameters (float32 or bfloat16 arrays, in any tree).
+        batch: maps a number of rows to a batch: a tree of ShapeDtypeStructs.
+        loss: maps parameters, a batch and a key to the mean loss over rows.
+        columns_and_rows: specs of parameters over fsdp and tp, for the FSDP x TP strategy.
         hand: annotation name -> spec in which the axis 'batch' stands for the axes of the batch; 'tp' is left
             out where the mesh has none.
-        hand_loss: the loss as an expert writes it, where names cannot say it; takes a further argument, the
-            axes of the batch.
-        rows: rows of a batch for each device, in plans.
-        fsdp_rule: where parameters are without tp, for models that do not leave it to `FSDPShardingRule`.
-        batch_dim: the dimension of the batch's arrays that has the rows; 1 in time-major data.
-        has_aux: the loss returns a pair: the mean loss, and arrays that the step hands out.
-        example: from a number of rows to a batch with values, where any small numbers will not do.
+        hand_loss: the expert's loss, if annotations are not enough; takes a further argument, the batch
+            axes.
+        rows: the number of rows per device, in plans.
+        fsdp_rule: the rule of parameters without tp, for models that do not use `FSDPShardingRule`.
+        batch_dim: the batch dimension of the batch's arrays; 1 in time-major data.
+        has_aux: whether the loss returns a pair: the mean loss, and arrays that the step returns.
+        example: maps a number of rows to a batch with values, if arbitrary small numbers are not valid.
         optimizer: updates the parameters.
-        hand_optimizer: from the sizes of mesh axes to the optimizer as an expert writes it.
+        hand_optimizer: maps the sizes of mesh axes to the expert's optimizer.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A mesh, the axes over which the rows of a batch are, and the rule of the parameters."""
+    """A mesh, the axes that shard the batch, and the rule of the parameters."""
 
     name: str
     mesh: Mapping[str, int]
@@ -70,7 +70,7 @@ class Strategy:
     slices: int = 1
 
     def helper(self, topology: str) -> MeshShardingHelper:
-        """Over devices that are not here."""
+        """Returns a helper for absent devices."""
         dims, names = list(self.mesh.values()), list(self.mesh)
         dcn = [self.slices if name == 'data' else 1 for name in names] if self.slices > 1 else None
         return MeshShardingHelper.from_topology(
@@ -78,18 +78,18 @@ class Strategy:
         )
 
     def rule(self, model: Model) -> ShardingRule:
-        """Where the parameters of a model are."""
+        """Returns the shardings of a model's parameters."""
         if 'tp' in self.mesh:
             return model.columns_and_rows
         return model.fsdp_rule or FSDPShardingRule()
 
     def bound(self, spec: P) -> P:
-        """A spec of `Model.hand` over this mesh."""
+        """Returns a spec of `Model.hand` for this mesh."""
         mesh_axes = {'batch': self.batch_axes, **{name: name for name in self.mesh}}
         return P(*(mesh_axes.get(entry) if isinstance(entry, str) else entry for entry in spec))
 
     def batch(self, model: Model) -> P:
-        """Where the arrays of a batch are."""
+        """Returns the shardings of a batch."""
         return P(*[None] * model.batch_dim, self.batch_axes)
 
 
@@ -101,7 +101,7 @@ STRATEGIES = (
 
 
 def strategies(topology: str) -> tuple[Strategy, ...]:
-    """Those of the table. A topology of GPUs names its hosts, and HSDP replicates from one to another."""
+    """Returns the strategies of the table. In GPU topologies with hosts, HSDP replicates between hosts."""
     first, *others, _ = STRATEGIES
     devices = list(first.helper(topology).mesh.devices.flat)
     hosts = len({device.process_index for device in devices})

@@ -1,4 +1,4 @@
-"""A small GPT of flax.nnx's own modules."""
+"""A small GPT of flax.nnx modules."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ HAND = {
 
 
 def attend(query: jax.Array, key: jax.Array, value: jax.Array, **more: object) -> jax.Array:
-    """nnx's own attention, with its heads named: (B, S, H, D)."""
+    """Calls nnx's attention, with names for its heads: (B, S, H, D)."""
     query, key, value = (with_sharding_annotation(x, 'heads') for x in (query, key, value))
     out: jax.Array = nnx.dot_product_attention(query, key, value, **more)  # type: ignore[arg-type]
     return with_sharding_annotation(out, 'heads')
 
 
 class Block(nnx.Module):
-    """(B, S, D) -> (B, S, D)."""
+    """Maps (B, S, D) to (B, S, D)."""
 
     def __init__(self, s: Sizes, rngs: nnx.Rngs) -> None:
         self.attention_norm = nnx.LayerNorm(s.width, param_dtype=s.dtype, rngs=rngs)
@@ -72,7 +72,7 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """Tokens (B, S) -> logits (B, S, V)."""
+    """Maps tokens (B, S) to logits (B, S, V)."""
 
     def __init__(self, s: Sizes, rngs: nnx.Rngs) -> None:
         self.tokens = nnx.Embed(s.vocabulary, s.width, param_dtype=s.dtype, rngs=rngs)
@@ -91,7 +91,7 @@ class GPT(nnx.Module):
 
 
 def models(size: Size) -> list[Model]:
-    """Split into what is trained and what is known, and merged in the loss."""
+    """Splits a module into trained and fixed state, and merges it in the loss."""
     s = SIZES[size]
     abstract = nnx.eval_shape(lambda: GPT(s, nnx.Rngs(0)))
     graph, *states = nnx.split(abstract, nnx.Param, ...)

@@ -1,7 +1,7 @@
 """LLaMA-3 with Muon, which multiplies matrices, and with Adafactor, which sums their rows and columns.
 
-By hand each device has whole matrices for Muon: weights of one shape are one stack, which moves by an
-all-to-all for each mesh axis, and back. What Adafactor computes is where the weights are.
+In the expert program each device gets entire matrices for Muon: weights of one shape are stacked, and the
+stack moves by one all-to-all per mesh axis, and back. Adafactor runs on the shards of the weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COEFFICIENTS, STEPS, RATE = (3.4445, -4.7750, 2.0315), 5, 1e-3
 
 
 def numbers(params: Tree) -> Tree:
-    """Which dimensions of stacks are those of matrices; None of what is left to Adam."""
+    """Returns which dimensions of stacks are matrix dimensions; None for weights updated by Adam."""
 
     def of(path: Any, leaf: Any) -> Any:
         return MuonDimensionNumbers(1, 2) if getattr(path[-1], 'key', '') in SPECS else None
@@ -40,7 +40,7 @@ def numbers(params: Tree) -> Tree:
 
 
 def muon_by_hand(mesh: Mapping[str, int]) -> optax.GradientTransformation:
-    """Muon whose Newton-Schulz iterations run on whole matrices."""
+    """Returns Muon whose Newton-Schulz iterations run on entire matrices."""
 
     def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
         leaves, structure = jax.tree.flatten_with_path(updates)
@@ -75,7 +75,7 @@ def muon_by_hand(mesh: Mapping[str, int]) -> optax.GradientTransformation:
 
 
 def _whole(stack: jax.Array, mesh: Mapping[str, int]) -> jax.Array:
-    """Newton-Schulz of a stack of matrices, of which each device has whole ones."""
+    """Runs Newton-Schulz on a stack of matrices that is sharded along the stack dimension."""
     count, devices = len(stack), 1
     way, axes = [], [axis for axis in mesh if axis in ('fsdp', 'tp')]
     for i, axis in enumerate(axes):
@@ -97,7 +97,7 @@ def _whole(stack: jax.Array, mesh: Mapping[str, int]) -> jax.Array:
 
 
 def models(size: Size) -> list[Model]:
-    """8B with Muon, and with Adafactor, whose state has rows and columns of weights."""
+    """Returns 8B with Muon, and with Adafactor, whose state has statistics of rows and columns."""
     small = ModelConfig(width=32, layers=2, heads=4, kv_heads=2)
     model = llama('', small, 16, dtype='float32') if size == 'small' else llama('', LLAMA_8B, SEQUENCE)
     optimizer = muon(RATE, muon_weight_dimension_numbers=numbers)

@@ -1,7 +1,7 @@
-"""Models that others wrote, as they publish them, with random weights.
+"""Third-party models as published, with random weights.
 
-They are from Hugging Face's transformers, Google's tunix, mamba2-jax, equimo, Haiku and AlphaFold; others.txt
-has the releases.
+They come from Hugging Face's transformers, Google's tunix, mamba2-jax, equimo, Haiku and AlphaFold;
+others.txt lists the releases.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from scalax.sharding import PartitionSpec as P
 from scalax.sharding import TreePathShardingRule
 
 Settings = Mapping[str, Any]
-# The arrays of a batch: their shapes without the rows, and their dtypes.
+# The arrays of a batch: shapes without the batch dimension, and dtypes.
 Inputs = Mapping[str, tuple[tuple[int, ...], str]]
 DTYPES: Mapping[Size, str] = {'small': 'float32', 'large': 'bfloat16'}
-# Nobody wrote down where these are over tp: they are planned without it.
+# These have no published tensor parallelism, so they are planned without tp.
 NO_TP = TreePathShardingRule(('', P()))
 
 
 def ids(length: int, name: str = 'input_ids') -> Inputs:
-    """Tokens, and what is predicted of each."""
+    """Returns tokens and the labels of tokens."""
     return {name: ((length,), 'int32'), 'labels': ((length,), 'int32')}
 
 
 def images(size: int) -> Inputs:
-    """Images in the order of Hugging Face, and a class of each."""
+    """Returns images in Hugging Face's layout, and their classes."""
     return {'pixel_values': ((3, size, size), 'float32'), 'labels': ((), 'int32')}
 
 
 def translated(source: int, target: int) -> Inputs:
-    """Tokens of an encoder, and those of a decoder."""
+    """Returns tokens of an encoder and of a decoder."""
     return {'input_ids': ((source,), 'int32'), **ids(target, 'decoder_input_ids')}
 
 
@@ -48,12 +48,12 @@ class HuggingFace:
     """A Flax model of transformers.
 
     Attributes:
-        name: how the table calls it.
+        name: the name in the table.
         kind: the class without 'Flax'.
-        small: what its configuration has beside defaults, to compute with.
-        large: the same to plan with.
-        inputs: those of the small and of the large one.
-        rows: rows of a batch for each device, in plans.
+        small: options of its configuration that differ from the defaults, for a model to run.
+        large: the same, for a model to plan.
+        inputs: the inputs of the small and of the large model.
+        rows: the number of rows per device, in plans.
     """
 
     name: str
@@ -65,7 +65,7 @@ class HuggingFace:
 
 
 def of_decoder(width: int, layers: int, heads: int, kv_heads: int, hidden: int, vocabulary: int) -> Settings:
-    """Names that most decoders share."""
+    """Returns the options that most decoders share."""
     return {
         'hidden_size': width,
         'num_hidden_layers': layers,
@@ -78,7 +78,7 @@ def of_decoder(width: int, layers: int, heads: int, kv_heads: int, hidden: int, 
 
 
 def of_encoder(width: int, layers: int, heads: int, **more: Any) -> Settings:
-    """Names that most encoders share."""
+    """Returns the options that most encoders share."""
     return {
         'hidden_size': width,
         'num_hidden_layers': layers,
@@ -89,7 +89,7 @@ def of_encoder(width: int, layers: int, heads: int, **more: Any) -> Settings:
 
 
 def of_pair(width: int, layers: int, heads: int, **more: Any) -> Settings:
-    """Those of BART and its descendants."""
+    """Returns the options of BART and its descendants."""
     sides = ('encoder', 'decoder')
     return {
         'd_model': width,
@@ -265,7 +265,7 @@ HUGGING_FACE = (
 
 
 def models(size: Size) -> list[Model]:
-    """All of them."""
+    """Returns all models."""
     return [
         *(hugging_face(entry, size) for entry in HUGGING_FACE),
         *tunix(size),
@@ -277,7 +277,7 @@ def models(size: Size) -> list[Model]:
 
 
 def hugging_face(entry: HuggingFace, size: Size) -> Model:
-    """A model of transformers."""
+    """Returns a model of transformers."""
     kind = getattr(importlib.import_module('transformers'), f'Flax{entry.kind}')
     config = kind.config_class(**(entry.small if size == 'small' else entry.large))
     inputs = entry.inputs[size == 'large']
@@ -291,7 +291,7 @@ def hugging_face(entry: HuggingFace, size: Size) -> Model:
     def variables(key: jax.Array) -> Tree:
         return model.init_weights(key, model.input_shape)
 
-    # Those of a BatchNorm in training: what is known of earlier batches is only handed on.
+    # BatchNorm in training mode returns its running statistics without using them.
     stats = jax.eval_shape(variables, jax.random.key(0)).get('batch_stats')
 
     def loss(params: Tree, batch: Tree, key: jax.Array) -> Any:
@@ -315,14 +315,14 @@ def hugging_face(entry: HuggingFace, size: Size) -> Model:
 
 
 def mean_loss(outputs: Any, labels: jax.Array | None) -> jax.Array:
-    """What a model of transformers is trained by."""
-    if labels is None:  # images and texts in pairs
+    """Returns the training loss of a model of transformers."""
+    if labels is None:  # pairs of an image and a text
         similar = outputs.logits_per_image
         pairs = jnp.arange(len(similar))
         return (cross_entropy(similar, pairs) + cross_entropy(similar.T, pairs)) / 2
     if outputs.logits.ndim == labels.ndim + 1 and outputs.logits.shape[:-1] == labels.shape:
         return cross_entropy(outputs.logits, labels)
-    shape = outputs.logits.shape[:2]  # speech, and letters without places
+    shape = outputs.logits.shape[:2]  # speech, and letters without alignment
     losses = optax.ctc_loss(
         outputs.logits.astype('float32'), jnp.zeros(shape), labels, jnp.zeros(labels.shape)
     )
@@ -330,13 +330,13 @@ def mean_loss(outputs: Any, labels: jax.Array | None) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean over all that is predicted."""
+    """Returns the mean over all labels."""
     logits = logits.astype('float32')
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
 
 
 def tunix(size: Size) -> Iterator[Model]:
-    """LLaMA, Qwen and Gemma of Google's tunix."""
+    """Yields LLaMA, Qwen and Gemma of Google's tunix."""
     from flax import nnx
 
     def module(name: str) -> Any:
@@ -362,7 +362,7 @@ def tunix(size: Size) -> Iterator[Model]:
 
 
 def of_nnx(nnx: Any, name: str, size: Size, make: Callable[..., Any]) -> Model:
-    """A decoder of tunix."""
+    """Returns a decoder of tunix."""
     graph, *states = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))), nnx.Param, ...)
     _, rest = states
 
@@ -385,7 +385,7 @@ def of_nnx(nnx: Any, name: str, size: Size, make: Callable[..., Any]) -> Model:
 
 
 def mamba(size: Size) -> Model:
-    """Mamba-2 of mamba2-jax, in Flax NNX."""
+    """Returns Mamba-2 of mamba2-jax, in Flax NNX."""
     from flax import nnx
 
     mamba2: Any = importlib.import_module('mamba2_jax')
@@ -411,7 +411,7 @@ def mamba(size: Size) -> Model:
 
 
 def equimo(size: Size) -> Model:
-    """The vision transformer of equimo, in Equinox: it takes one image, and is mapped over several."""
+    """Returns the vision transformer of equimo, an Equinox model for one image, mapped over a batch."""
     eqx: Any = importlib.import_module('equinox')
     vision: Any = importlib.import_module('equimo.vision.models')
     small = {'img_size': 16, 'in_channels': 3, 'dim': 32, 'patch_size': 4, 'num_heads': [4], 'depths': [2]}
@@ -442,7 +442,7 @@ def equimo(size: Size) -> Model:
 
 
 def resnet(size: Size) -> Model:
-    """Haiku's ResNet."""
+    """Returns Haiku's ResNet."""
     hk: Any = importlib.import_module('haiku')
 
     small = {
@@ -478,7 +478,7 @@ def resnet(size: Size) -> Model:
 
 
 def evoformer(size: Size) -> Model:
-    """The Evoformer of AlphaFold: it takes one protein, and is mapped over several."""
+    """Returns the Evoformer of AlphaFold, a model for one protein, mapped over a batch."""
     hk: Any = importlib.import_module('haiku')
     config, layer_stack, modules, prng = (
         importlib.import_module(f'alphafold.model.{name}')
@@ -487,7 +487,7 @@ def evoformer(size: Size) -> Model:
     module_config = config.model_config('model_1').model
     stack, shared = module_config.embeddings_and_evoformer, module_config.global_config
     shared.deterministic = False
-    shared.subbatch_size = None  # which is for memory in inference
+    shared.subbatch_size = None  # it saves memory in inference only
     amino_acids = 23
     if size == 'small':
         sequences, residues, width, pair_width, blocks = 4, 8, 32, 16, 2
@@ -541,7 +541,7 @@ def model_of(
     rows: int = 1,
     has_aux: bool = False,
 ) -> Model:
-    """A model whose parameters have the dtype of its size."""
+    """Returns a model whose parameters have the dtype of its size."""
 
     def cast(leaf: jax.Array) -> jax.Array:
         return leaf.astype(DTYPES[size]) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
@@ -556,6 +556,6 @@ def model_of(
         loss=loss,
         columns_and_rows=NO_TP,
         hand={},
-        rows=4 if size == 'small' else rows,  # with fewer, examples would move to the weights
+        rows=4 if size == 'small' else rows,  # with fewer rows, activations would move instead of weights
         has_aux=has_aux,
     )

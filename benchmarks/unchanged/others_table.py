@@ -1,7 +1,7 @@
-"""``--only others``: what a step of models that others wrote moves, needs and takes, partitioned and plain.
+"""``--only others``: communication, memory and time of a step of third-party models, partitioned and plain.
 
-Small ones run a step on eight simulated devices first, to be compared with one device. Real sizes are planned
-for TPUs that are not here.
+Small models first run a step on eight simulated devices, which is compared with one device. Real sizes are
+planned for absent TPUs.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ TITLES = (
 
 
 def ideal(model: Model, topology: str) -> float:
-    """GiB that a device sends at best.
+    """Returns the minimum GiB that a device sends.
 
-    Each sharded weight is gathered forward and backward, and its gradient is summed, as is that of a weight
-    that each device has. XLA lowers all of that to all-reduces, which send an array twice.
+    Each sharded weight is gathered in both passes, and the gradients of all weights are reduced.
+    XLA lowers these reductions to all-reduces, which send an array twice.
     """
     helper = FSDP.helper(topology)
     params = jax.eval_shape(model.init, jax.random.key(0))
@@ -36,7 +36,7 @@ def ideal(model: Model, topology: str) -> float:
 
 
 def lines(pairs: Sequence[tuple[Model, Model]], topology: str) -> Iterator[str]:
-    """The table in Markdown, line by line, of models in a small and in their real size."""
+    """Yields the lines of the Markdown table: each model in a small and in its real size."""
     widths = [max(len(large.name) for _, large in pairs), *(max(len(title), 9) for title in TITLES[1:])]
     yield line(TITLES, widths)
     yield '|' + '|'.join('-' * (width + 2) for width in widths) + '|'
@@ -57,10 +57,10 @@ def show(topology: str, name: str) -> None:
     """Prints the table.
 
     Raises:
-        SystemExit: something is not installed, or nothing has such a name.
+        SystemExit: a package is not installed, or no model has the name.
     """
     with user_errors('others'):
-        from benchmarks.unchanged.others import models  # imports what is installed for this table alone
+        from benchmarks.unchanged.others import models  # imports packages that only this table needs
 
         both = zip(models('small'), models('large'), strict=True)
         pairs = [(small, large) for small, large in both if name in large.name]

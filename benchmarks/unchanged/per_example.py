@@ -1,4 +1,4 @@
-"""A decoder for one example, as equinox's users write it; the batch comes with `jax.vmap`."""
+"""A decoder for one example, as Equinox users write it, batched by `jax.vmap`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RULE = TreePathShardingRule(
     ('up/bias', P(None, 'tp')),
     ('norm|bias', P()),
 )
-# Of one example: the rows are what vmap adds.
+# Specs for one example: vmap adds the batch dimension.
 HAND = {
     'residual': P(None, None),
     'hidden': P(None, 'tp'),
@@ -47,7 +47,7 @@ HAND = {
 
 
 class Block(eqx.Module):
-    """(S, D) -> (S, D)."""
+    """Maps (S, D) to (S, D)."""
 
     attention: eqx.nn.MultiheadAttention
     attention_norm: eqx.nn.LayerNorm
@@ -77,7 +77,7 @@ class Block(eqx.Module):
 
 
 class Decoder(eqx.Module):
-    """Tokens (S,) -> logits (S, V)."""
+    """Maps tokens (S,) to logits (S, V)."""
 
     embedding: eqx.nn.Embedding
     blocks: Block
@@ -104,13 +104,13 @@ class Decoder(eqx.Module):
 
 
 def example_loss(model: Decoder, tokens: jax.Array) -> jax.Array:
-    """Of one example (S + 1,)."""
+    """Returns the loss of one example (S + 1,)."""
     log_probs = jax.nn.log_softmax(model(tokens[:-1]).astype('float32'))
     return -jnp.mean(jnp.take_along_axis(log_probs, tokens[1:, None], -1))
 
 
 def models(size: Size) -> list[Model]:
-    """Parameters are the arrays of a model; all else of it is known here."""
+    """Uses the arrays of a model as parameters, and closes over the rest of it."""
     s = SIZES[size]
     static = eqx.filter_eval_shape(lambda key: Decoder(s, key), jax.random.key(0))
     static = eqx.partition(static, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))[1]
@@ -128,7 +128,7 @@ def models(size: Size) -> list[Model]:
             loss=loss,
             columns_and_rows=RULE,
             hand=HAND,
-            # What stands for a row of the batch is on the batch's axes.
+            # The dimension that vmap adds is sharded over the batch axes.
             hand_loss=loss,
         )
     ]

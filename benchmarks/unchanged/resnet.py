@@ -1,4 +1,4 @@
-"""A residual network of convolutions with BatchNorm over the whole batch, written out."""
+"""A residual network of convolutions with BatchNorm over the global batch, written out."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ RULE = TreePathShardingRule(
     ('head', P('tp', 'fsdp')),
     ('norm', P()),
 )
-# The residual stream has its channels over tp: it is four times as wide as what a block's inner values are.
-# FSDP: 15 % fewer bytes than plain, and 9 % more memory.
-# Names for the other values only cost.
+# tp shards the channels of the residual stream, which is four times as wide as the inner values of a block.
+# FSDP: 15 % fewer bytes than the plain program, and 9 % more memory.
+# Annotations of other values make it slower.
 HAND = {
     'first': P('batch', None, None, None),
     'read': P('batch', None, None, None),
@@ -77,7 +77,7 @@ def conv(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
 
 
 def loss(params: Tree, batch: Tree, s: Sizes) -> tuple[jax.Array, list[Tree]]:
-    """The mean loss, and the mean and variance that every BatchNorm found, for the running averages."""
+    """Returns the mean loss, and each BatchNorm's mean and variance for the running averages."""
     statistics: list[Tree] = []
 
     def norm(x: jax.Array, w: Tree) -> jax.Array:
@@ -109,7 +109,7 @@ def loss(params: Tree, batch: Tree, s: Sizes) -> tuple[jax.Array, list[Tree]]:
 
 
 def models(size: Size) -> list[Model]:
-    """A residual network."""
+    """Returns a residual network."""
     s = SIZES[size]
 
     def batch(rows: int) -> dict[str, Any]:

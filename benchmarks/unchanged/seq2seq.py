@@ -1,4 +1,4 @@
-"""An encoder and a decoder that attends to it, as in T5."""
+"""An encoder-decoder with cross-attention, as in T5."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def init(key: jax.Array, s: Sizes) -> Tree:
 
 
 def by_distance(table: jax.Array, length: int) -> jax.Array:
-    """What a head adds to scores for the distance of two places: (1, H, Q, K)."""
+    """Returns a head's bias for the distance of two positions: (1, H, Q, K)."""
     places, most = jnp.arange(length), table.shape[0] // 2
     distance = jnp.clip(places[None, :] - places[:, None], -most, most) + most
     return table[distance].transpose(2, 0, 1)[None]
@@ -111,7 +111,7 @@ def loss(params: Tree, batch: Tree, s: Sizes) -> jax.Array:
 
 
 def models(size: Size) -> list[Model]:
-    """An encoder-decoder."""
+    """Returns an encoder-decoder."""
     s = SIZES[size]
 
     def batch(rows: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A selective state-space model: an associative scan over time in each of many layers."""
+"""A selective state-space model: an associative scan over time in each layer."""
 
 from __future__ import annotations
 
@@ -71,18 +71,18 @@ def init(key: jax.Array, s: Sizes) -> Tree:
 
 
 def windowed(x: jax.Array, window: jax.Array) -> jax.Array:
-    """A causal convolution of each channel for itself: (B, S, E)."""
+    """Computes a causal depthwise convolution: (B, S, E)."""
     padded = jnp.pad(x, ((0, 0), (len(window) - 1, 0), (0, 0)))
     return sum((padded[:, i : i + x.shape[1]] * window[i] for i in range(len(window))), jnp.zeros_like(x))
 
 
 def combined(first: Any, second: Any) -> Any:
-    """Two steps of h = a h + b in one."""
+    """Combines two steps of h = a h + b."""
     return first[0] * second[0], first[1] * second[0] + second[1]
 
 
 def mixer(x: jax.Array, w: Tree, s: Sizes) -> jax.Array:
-    """(B, S, D) -> (B, S, D)."""
+    """Maps (B, S, D) to (B, S, D)."""
     gate = with_sharding_annotation(x @ w['gate'], 'inner')
     x = with_sharding_annotation(jax.nn.silu(windowed(x @ w['inward'], w['window'])), 'inner')
     selected = with_sharding_annotation(x @ w['select'], 'residual')
@@ -111,7 +111,7 @@ def loss(params: Tree, batch: Tree, s: Sizes) -> jax.Array:
 
 
 def models(size: Size) -> list[Model]:
-    """A state-space model."""
+    """Returns a state-space model."""
     s = SIZES[size]
 
     def batch(rows: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""``--only unchanged``: what a step of each model moves, needs and takes: partitioned and plain, beside hand.
+"""``--only unchanged``: communication, memory and time of each model's step: partitioned, plain and by hand.
 
-The steps are planned for TPUs or GPUs that are not here, and not run. A cell takes some seconds of a core.
+The steps are planned for absent TPUs or GPUs, and not run. A cell takes a few CPU seconds.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from scalax.errors import MeshError, MissingDependencyError, PlanError
 Figures = Mapping[str, float]
 Measure = Callable[[Model, Strategy, str, str], Figures]
 
-# The figures of the table, their names and units: the bytes that are moved, those held at the peak, and the
-# seconds: by the compiler's schedule, or the roofline's if nothing overlaps where there is none. By hand
-# first, then the others as multiples of it.
+# The figures of the table with names and units: bytes sent, bytes at the peak, and seconds by the compiler's
+# schedule, or serial roofline seconds if there is no schedule. The expert program comes first; the others are
+# multiples of it.
 FIGURES = (('moved', 'bytes', 'GiB'), ('peak', 'peak', 'GiB'), ('seconds', 'seconds', 's'))
 RATIOS = ('partitioned', 'plain')
-# What the compiler refuses has no figures: a Pallas kernel that nothing divides.
+# Programs that the compiler rejects have no figures: a Pallas kernel outside a shard_map.
 REFUSED = '-'
 
 
 def measure(model: Model, strategy: Strategy, topology: str, variant: str) -> Figures:
-    """The figures of one cell, by a quick plan."""
+    """Returns the figures of one cell, from a quick plan."""
     measured_plan = plan(model, strategy, topology, variant)
     its = figures(measured_plan)
     return {
@@ -41,7 +41,7 @@ def lines(
     topology: str,
     measure: Measure = measure,
 ) -> Iterator[str]:
-    """The table in Markdown, line by line, each as soon as it is known."""
+    """Yields the lines of the Markdown table, each as soon as it is computed."""
     head = ['model', 'strategy']
     for _, name, _ in FIGURES:
         head += [f'{name} by hand', *RATIOS]
@@ -59,10 +59,10 @@ def lines(
 def measured(
     model: Model, strategy: Strategy, topology: str, variant: str, measure: Measure = measure
 ) -> Figures | None:
-    """The figures of one cell; none of a program that is refused."""
+    """Returns the figures of one cell; None for a rejected program."""
     try:
         return measure(model, strategy, topology, variant)
-    except (NotImplementedError, PlanError) as error:  # as JAX and the compiler refuse programs
+    except (NotImplementedError, PlanError) as error:  # raised for rejected programs
         print(f'{model.name}, {strategy.name}, {variant}: {error}', file=sys.stderr)
         return None
 
@@ -77,7 +77,7 @@ def _cells(results: Mapping[str, Figures | None]) -> Iterator[str]:
 
 
 def line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """A line of a table in Markdown."""
+    """Returns a line of a Markdown table."""
     return '| ' + ' | '.join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + ' |'
 
 
@@ -85,7 +85,7 @@ def show(topology: str, model: str, strategy: str) -> None:
     """Prints the table.
 
     Raises:
-        SystemExit: something is not installed, or nothing has such a name.
+        SystemExit: a package is not installed, or no model has the name.
     """
     with user_errors('unchanged'):
         available = strategies(topology)
@@ -105,12 +105,12 @@ def show(topology: str, model: str, strategy: str) -> None:
 
 @contextlib.contextmanager
 def user_errors(table: str) -> Iterator[None]:
-    """Ends the program with what a user can mend: something is not installed, or the topology is unknown."""
+    """Ends the program for errors that a user can fix: a missing package, or an unknown topology."""
     try:
         yield
     except (MissingDependencyError, ModuleNotFoundError) as error:
         raise SystemExit(
             f'{error}\n`make bench ARGS="--only {table}"` installs all that the table needs'
         ) from None
-    except MeshError as error:  # of a topology that the compiler does not know
+    except MeshError as error:  # unknown topology
         raise SystemExit(str(error)) from None

@@ -1,4 +1,4 @@
-"""Values of models, and how far a step on several devices is from one on a single device."""
+"""Values of models, and the difference between a step on several devices and on one."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from benchmarks.unchanged.model import Model, Strategy, Tree
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 
 ROWS = 8
-# All of eight devices, and half of them: what is whole along the other axis is computed twice.
+# Batches over all eight devices, and over half of them: the other axis then duplicates computations.
 MESHES = (
     Strategy('FSDP', {'fsdp': 8}, ('fsdp',)),
     Strategy('FSDP x nothing', {'fsdp': 4, 'others': 2}, ('fsdp',)),
 )
-# Its state has the gradients as they are, so that large and small ones are compared alike.
+# Its state contains unscaled gradients, so that large and small ones are compared equally.
 SGD = optax.sgd(1e-2, momentum=0.9)
 
 
 def weights(model: Model) -> Tree:
-    """Parameters in float32, not compiled."""
+    """Returns parameters in float32, without compiling."""
     rng = np.random.default_rng(0)
 
     def values(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -35,7 +35,7 @@ def weights(model: Model) -> Tree:
 
 
 def example(model: Model) -> Tree:
-    """A batch with values."""
+    """Returns a batch with values."""
     rows = ROWS * model.rows
     if model.example is not None:
         return model.example(rows)
@@ -50,9 +50,9 @@ def example(model: Model) -> Tree:
 
 
 def difference(model: Model) -> float:
-    """By how much a step on eight devices differs from one on a single device.
+    """Returns the difference between a step on eight devices and on one.
 
-    It is the largest difference of the loss, and of each array of the state, as a part of its largest value.
+    It is the largest difference of the loss and of each array of the state, relative to its largest value.
 
     Raises:
         ValueError: the model is not partitioned along its batch.
@@ -73,11 +73,11 @@ def difference(model: Model) -> float:
 
 
 def largest_difference(actual: Any, expected: Any) -> float:
-    """The largest difference of an array, as a part of its largest value."""
+    """Returns the largest difference of an array, relative to its largest value."""
     pairs = [
         (np.asarray(a), np.asarray(b))
         for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     ]
-    # Gradients that are zero but for rounding, as those of the biases of keys, have no scale of their own.
+    # Gradients that are zero except for rounding, as of key biases, have no scale to compare with.
     least = 1e-3 * max(float(np.max(np.abs(b))) for _, b in pairs)
     return max(float(np.max(np.abs(a - b)) / max(np.max(np.abs(b)), least)) for a, b in pairs)

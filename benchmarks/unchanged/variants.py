@@ -1,4 +1,4 @@
-"""What is done around a decoder: distillation, adapters of low rank, gradients of several microbatches."""
+"""Training setups around a decoder: distillation, low-rank adapters, gradients of several microbatches."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ RANK = {'small': 4, 'large': 16}
 
 
 def init(key: jax.Array, s: decoders.Sizes, dtype: str) -> Tree:
-    """A decoder's weights."""
+    """Draws a decoder's weights."""
     return jax.tree.map(lambda x: x.astype(dtype), decoders.init(key, s))
 
 
 def logits_of(params: Tree, tokens: jax.Array, s: decoders.Sizes) -> jax.Array:
-    """(B, S) -> (B, S, V)."""
+    """Maps (B, S) to (B, S, V)."""
 
     def layer(x: jax.Array, w: Tree) -> tuple[jax.Array, None]:
         x = with_sharding_annotation(x + attention(norm(x, w['attention_norm']), w, s), 'residual')
@@ -48,13 +48,13 @@ def logits_of(params: Tree, tokens: jax.Array, s: decoders.Sizes) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean over all labels."""
+    """Returns the mean over all labels."""
     log_probs = jax.nn.log_softmax(logits.astype('float32'))
     return -jnp.mean(jnp.take_along_axis(log_probs, labels[..., None], -1))
 
 
 def distillation(size: Size) -> Model:
-    """The teacher is among the parameters, and learns nothing."""
+    """Returns the loss of a student; the teacher is among the parameters, but is not trained."""
     teacher, student, dtype = SIZES[size], STUDENTS[size], DTYPES[size]
 
     def init_both(key: jax.Array) -> Tree:
@@ -76,7 +76,7 @@ def distillation(size: Size) -> Model:
 
 
 def lora(size: Size) -> Model:
-    """Adapters of the four projections of attention; all else is frozen."""
+    """Returns the loss with adapters of the four attention projections; everything else is frozen."""
     s, dtype, rank = SIZES[size], DTYPES[size], RANK[size]
     names = ('query', 'key', 'value', 'output')
 
@@ -118,7 +118,7 @@ def lora(size: Size) -> Model:
         logits = with_sharding_annotation(norm(x, base['final_norm']) @ base['unembed'], 'logits')
         return cross_entropy(logits, tokens[:, 1:])
 
-    # What an adapter makes for a row-split matrix comes in rows; both of its sides are small.
+    # For a row-parallel matrix, the adapter's input is sharded too; both of its matrices are small.
     rule = TreePathShardingRule(
         ('adapters/output/a', P(None, 'tp', None)),
         ('adapters/output/b', P(None, None, 'fsdp')),
@@ -130,7 +130,7 @@ def lora(size: Size) -> Model:
 
 
 def microbatches(size: Size) -> Model:
-    """The loss is the mean over parts of the batch, one after another."""
+    """Returns the mean loss over microbatches, one after another."""
     s, dtype = SIZES[size], DTYPES[size]
 
     def loss(params: Tree, batch: Tree, key: jax.Array) -> jax.Array:
@@ -157,10 +157,10 @@ def microbatches(size: Size) -> Model:
 
 
 def tokens_of(s: decoders.Sizes) -> Any:
-    """From a number of rows to a batch of tokens."""
+    """Returns a function that maps a number of rows to a batch of tokens."""
     return lambda rows: {'tokens': jax.ShapeDtypeStruct((rows, s.sequence + 1), 'int32')}
 
 
 def models(size: Size) -> list[Model]:
-    """One of each."""
+    """Returns one model per setup."""
     return [distillation(size), lora(size), microbatches(size)]

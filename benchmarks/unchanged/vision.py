@@ -79,7 +79,7 @@ def loss(params: Tree, batch: Tree, s: Sizes) -> jax.Array:
 
 
 def models(size: Size) -> list[Model]:
-    """A vision transformer."""
+    """Returns a vision transformer."""
     s = SIZES[size]
 
     def batch(rows: int) -> dict[str, Any]:
