@@ -1,4 +1,4 @@
-"""The program `python -m benchmarks` in tests."""
+"""Runs `python -m benchmarks` in tests."""
 
 import sys
 
@@ -8,7 +8,7 @@ import benchmarks.__main__
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
-    """What the program says last if it ends with an error."""
+    """Returns the program's last message, if it ends with an error."""
     monkeypatch.setattr(sys, 'argv', ['program', *arguments])
     with pytest.raises(SystemExit) as end:
         benchmarks.__main__.main()

@@ -1,6 +1,6 @@
-"""A headless Chromium that tests of pages share: started with nothing to ask of the network, always ended.
+"""A headless Chromium for tests of pages: it makes no network requests and is always ended.
 
-The fixtures `browser` and `browser_without_scripts` of tests/conftest.py are one for each module.
+The fixtures `browser` and `browser_without_scripts` of tests/conftest.py have module scope.
 """
 
 import contextlib
@@ -30,48 +30,48 @@ T = TypeVar('T')
 
 
 class Browser:
-    """What tests do with a page. Scripts run unless the browser was started without them."""
+    """A browser with one page. Scripts run unless it was started without them."""
 
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
 
     def open(self, page: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Opens a file in a window whose inside is *width* by *height*, whatever came before."""
+        """Opens a file in a window whose viewport is *width* by *height*."""
         size = {'width': width, 'height': height, 'deviceScaleFactor': 1, 'mobile': False}
         self.driver.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', size)
         scheme = {'name': 'prefers-color-scheme', 'value': 'dark' if dark else 'light'}
         self.driver.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': [scheme]})
-        self.driver.get_log('browser')  # what an earlier page said
+        self.driver.get_log('browser')  # discards messages of an earlier page
         self.driver.get(page.as_uri())
 
     def run(self, script: str, *args: object) -> object:
-        """Runs JavaScript in the page; `return` gives a value back."""
+        """Runs JavaScript in the page; `return` returns a value."""
         return self.driver.execute_script(script, *args)
 
     def until(self, condition: Callable[[], T]) -> T:
-        """Waits until the condition holds, for so long only, and gives what it gave."""
+        """Waits for a limited time until the condition holds, and returns its value."""
         wait = WebDriverWait(self.driver, SECONDS, poll_frequency=0.02)
         return wait.until(lambda _: condition())
 
     def complaints(self) -> list[str]:
-        """What the console says since the page was opened, of any level."""
+        """Returns the console messages of any level since the page was opened."""
         return [f'{entry["level"]}: {entry["message"]}' for entry in self.driver.get_log('browser')]
 
     def overflow(self) -> object:
-        """By how many pixels the page is wider than its window."""
+        """Returns by how many pixels the page is wider than its window."""
         return self.run('const page = document.documentElement; return page.scrollWidth - page.clientWidth')
 
     def screenshot(self, path: Path) -> None:
-        """Takes a picture of the window."""
+        """Takes a screenshot of the window."""
         self.driver.save_screenshot(str(path))
 
 
 @contextlib.contextmanager
 def browser_or_skip(profile: Path, scripts: bool = True) -> Iterator[Browser]:
-    """A browser for as long as the context lasts, or the end of the test with a word on what is missing.
+    """Yields a browser, or skips the test and names the missing program.
 
     Args:
-        profile: an empty folder for what the browser writes.
+        profile: an empty folder for the browser's files.
         scripts: whether pages may run scripts.
     """
     names = [os.environ.get('CHROME', ''), *CHROMIUM_NAMES]
@@ -89,7 +89,7 @@ def browser_or_skip(profile: Path, scripts: bool = True) -> Iterator[Browser]:
     options.set_capability('goog:loggingPrefs', {'browser': 'ALL'})
     if not scripts:
         options.add_experimental_option('prefs', {'profile.managed_default_content_settings.javascript': 2})
-    # The path is given, so that selenium looks for no driver on the network.
+    # With a path, selenium does not search the network for a driver.
     driver = webdriver.Chrome(options=options, service=Service(executable_path=driver_path))
     try:
         driver.set_page_load_timeout(SECONDS)

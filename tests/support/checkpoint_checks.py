@@ -1,6 +1,6 @@
 """Checks of checkpoints with several processes: checkpoint/test_processes.py runs them in each process.
 
-The state is the same everywhere, and known; what differs is on which mesh it is saved and restored.
+All checks use the same fixed state; they differ in the meshes that save and restore it.
 """
 
 import collections
@@ -52,7 +52,7 @@ def values() -> dict[str, Any]:
 def state(helper: MeshShardingHelper) -> dict[str, Any]:
     """Makes a sharded state with keys and Python numbers."""
     placed = helper.shard(values(), rule(helper))
-    # Made in place: device_put takes no keys for devices of other processes.
+    # Created on the mesh, because device_put does not move keys to devices of other processes.
     keys = helper.sjit(made_keys, out_shardings=rule(helper))()
     return {**placed, **keys, 'counter': helper.shard(5, P()), 'step': 7, 'rate': 0.25, 'on': True}
 
@@ -143,9 +143,9 @@ def check_states_written_by_one_process() -> None:
 
 
 def check_safetensors() -> None:
-    """Every process holds the shards of its own devices."""
+    """Every process holds the shards of its devices."""
     expected = wide()
-    # Each process has a row of the mesh, and so all rows of some columns.
+    # Each process has one row of the mesh, so it holds all rows of some columns.
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     grid = np.asarray(devices, dtype=object).reshape(jax.process_count(), -1)
     helper = MeshShardingHelper.from_mesh(jax.sharding.Mesh(grid, ('process', 'device')))
@@ -155,7 +155,7 @@ def check_safetensors() -> None:
 
 
 def check_restores_that_differ() -> None:
-    """All processes raise: otherwise they would read different steps, or wait for one another."""
+    """All processes raise. Otherwise they would read different steps, or deadlock."""
     helper = meshes()[0]
     me, last = jax.process_index(), jax.process_count() - 1
     where = folder(f'asked-{jax.process_count()}')
@@ -186,7 +186,7 @@ def check_restores_that_differ() -> None:
 
 
 def check_failure_on_one_process_is_raised_by_all() -> None:
-    """They raise before they read arrays, for which each process would wait for the others."""
+    """All raise before they read arrays, which would wait for the other processes."""
     helper = meshes()[0]
     me, last = jax.process_index(), jax.process_count() - 1
     where, part = folder(f'one-fails-{jax.process_count()}'), folder(f'one-sees-{jax.process_count()}')
@@ -268,7 +268,7 @@ def check_damage_is_found_by_all_processes() -> None:
             assert f'{truncated_size(error)} bytes' in str(error)
         else:
             raise AssertionError('a truncated checkpoint was restored')
-        assert checkpointer.save(2, state(helper))  # the damaged ones make way
+        assert checkpointer.save(2, state(helper))  # replaces the damaged steps
     assert sorted(path.name for path in where.iterdir()) == ['1', '2', 'writer.json']
 
 

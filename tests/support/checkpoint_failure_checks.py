@@ -1,7 +1,7 @@
 """Checks of checkpoints if one process fails: checkpoint/test_processes.py runs them in each process.
 
-Everybody gets an error within seconds, and the next call works. Where a process does not come at all, the
-others get theirs after the timeout.
+All processes get an error within seconds, and the next call works. If a process never makes the call, the
+others get an error after the timeout.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def state(step: int) -> dict[str, Any]:
 
 
 def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Returns the error of a call, which has to be raised soon."""
+    """Returns the error of a call, which has to be raised within seconds."""
     begun = time.monotonic()
     try:
         function(*args, **kwargs)
@@ -154,7 +154,7 @@ def check_process_that_cannot_copy_or_write() -> None:
                 else:
                     assert checkpointer.save(1, state(1))
                     if name == '_finalize' and who != 0:
-                        checkpointer.wait()  # process 0 alone calls it
+                        checkpointer.wait()  # only process 0 calls it
                         continue
                     text = error_of(checkpointer.wait)
             assert text.startswith('CheckpointError: '), text
@@ -167,7 +167,7 @@ def check_process_that_cannot_copy_or_write() -> None:
                 assert 'see the error on process 0' in text, text
             if who == 0:
                 assert checkpointer.latest_step() is None
-    # What one process has not waited for, all are told of by the next save.
+    # If one process did not wait for a failed save, the next save raises on all processes.
     with failing(_save.SaveThread, '_write_local', last()):
         assert checkpointer.save(2, state(2))
         text = error_of(checkpointer.save, 3, state(3))
@@ -176,7 +176,9 @@ def check_process_that_cannot_copy_or_write() -> None:
 
 
 def check_orbax_alone_waits_for_a_failed_process() -> None:
-    """With Orbax's checkpointer the others only get a timeout, which does not name the failed process."""
+    """With Orbax's checkpointer, the other processes only get a timeout that does not name the failed
+    process.
+    """
     options = ocp.options.AsyncOptions(timeout_secs=3)
     checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), async_options=options)
 
@@ -227,7 +229,7 @@ def check_one_saves_and_the_others_restore() -> None:
     checkpointer = Checkpointer(folder('mixed'), timeout=400)
     checkpointer.save(1, state(1))
     checkpointer.wait()
-    more = state(2)  # made by all
+    more = state(2)  # all processes create it
     if last():
         text = error_of(checkpointer.save, 2, more)
     else:
@@ -296,7 +298,7 @@ def check_missing_process() -> None:
                 'CheckpointError: some processes did not make this call within 2 seconds; all processes '
                 'have to make it. They are out of step: restart the job. '
             ), text
-        float(jax.jit(lambda w: w.sum())(more['w']))  # the last waits here until the others have the error
+        float(jax.jit(lambda w: w.sum())(more['w']))  # the last process waits until the others have raised
     if last():
         assert 'CheckpointError: some processes did not make this call within ' in error_of(
             Checkpointer(folder('absent'), timeout=400).save, 1, more

@@ -1,4 +1,4 @@
-"""Programs whose collectives are known: counted and weighed by hand."""
+"""Programs with known collectives, whose counts and bytes were computed by hand."""
 
 import functools
 
@@ -38,7 +38,7 @@ def data_parallel():
     def step(w, x):
         return jax.grad(lambda w: ((x @ w) ** 2).sum())(w)
 
-    # So few examples would be gathered.
+    # With this few examples, they would be gathered.
     fun = HELPER.sjit(step, in_shardings=(P(), P('fsdp')), out_shardings=P(), batch_argnums=())
     return HELPER, fun, (leaf(64, 32), leaf(16, 64)), {('all-reduce', ('fsdp',)): (1, 64 * 32 * F32)}
 
@@ -56,7 +56,7 @@ def fsdp_forward():
 
 
 def tensor_parallel():
-    """Column, then row: one all-reduce of the output."""
+    """Column-parallel, then row-parallel: one all-reduce of the output."""
     rule = TreePathShardingRule(('up', P(None, 'tp')), ('down', P('tp', None)))
     fun = HELPER.sjit(
         lambda p, x: jax.nn.relu(x @ p['up']) @ p['down'],
@@ -68,7 +68,7 @@ def tensor_parallel():
 
 
 def scanned(layers=6, rounds=1):
-    """FSDP over a stack of layers: one gather for each, in a loop (in a loop)."""
+    """FSDP over stacked layers: one gather per layer, in a loop (inside a loop)."""
 
     def forward(w, x):
         def once(x, _):
@@ -83,7 +83,7 @@ def scanned(layers=6, rounds=1):
 
 
 def rematerialised():
-    """A checkpointed loop gathers each weight on the way forward, and again on the way back."""
+    """A checkpointed loop gathers each weight in the forward pass, and again in the backward pass."""
 
     def loss(w, x):
         layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
@@ -95,13 +95,13 @@ def rematerialised():
     weight_bytes = 64 * 64 * F32
     expected = {
         ('all-gather', ('fsdp',)): (2 * 5, 2 * 5 * weight_bytes),
-        ('all-reduce', ('fsdp',)): (5, 5 * weight_bytes),  # the partitioner's way to say reduce-scatter
+        ('all-reduce', ('fsdp',)): (5, 5 * weight_bytes),  # the partitioner's form of a reduce-scatter
     }
     return HELPER, fun, (leaf(5, 64, 64), leaf(16, 64)), expected
 
 
 def zero_1():
-    """Gradients are summed, each device updates its part of the state, and parameters are gathered."""
+    """Gradients are summed, each device updates its shard of the state, and parameters are gathered."""
     params = {'w': leaf(64, 32)}
     state = OptimizerStateShardingRule(P('fsdp'), params)
 
@@ -114,19 +114,19 @@ def zero_1():
 
 
 def resharded():
-    """Rows become columns."""
+    """Sharding by rows becomes sharding by columns."""
     fun = HELPER.sjit(lambda x: x, in_shardings=P('fsdp'), out_shardings=P(None, 'fsdp'))
     return HELPER, fun, (leaf(64, 64),), {('all-to-all', ('fsdp',)): (1, 64 * 64 * F32)}
 
 
 def rolled():
-    """Three rows wander over to the next device."""
+    """Each device sends three rows to the next device."""
     fun = HELPER.sjit(lambda x: jnp.roll(x, 3, 0), in_shardings=P('fsdp'), out_shardings=P('fsdp'))
     return HELPER, fun, (leaf(64, 64),), {('collective-permute', ('fsdp',)): (1, 4 * 3 * 64 * F32)}
 
 
 def experts():
-    """Tokens go to the devices of their experts, and back."""
+    """Tokens move to the devices of their experts, and back."""
 
     def dispatch(x):  # (groups, experts, capacity, embed)
         there = with_sharding_constraint(x, P(None, 'fsdp'))
@@ -138,7 +138,7 @@ def experts():
 
 
 def by_hand():
-    """Every collective that one can ask for in shard_map; a block is 8 x 64 of 64 x 64."""
+    """All collectives available in shard_map; a block is 8 x 64 of 64 x 64."""
 
     def block(x):
         x = jax.lax.all_gather(x, 'b', tiled=True)  # 16 x 64
@@ -159,13 +159,13 @@ def by_hand():
 
 
 def some_axes():
-    """A dimension over two axes, gathered along one."""
+    """A dimension sharded over two axes is gathered along one."""
     fun = CUBE.sjit(lambda x: x, in_shardings=P(('c', 'a'), 'b'), out_shardings=P(None, 'b'))
     return CUBE, fun, (leaf(64, 64),), {('all-gather', ('a', 'c')): (1, 64 * 32 * F32)}
 
 
 def nothing():
-    """What divides the batch and mixes no rows sends nothing."""
+    """A function that does not mix examples sends nothing."""
     fun = HELPER.sjit(lambda x: jnp.tanh(x) * 2, in_shardings=P('fsdp', 'tp'))
     return HELPER, fun, (leaf(64, 64),), {}
 

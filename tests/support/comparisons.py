@@ -1,4 +1,4 @@
-"""What pytest shows when two plans or reports that should be equal differ: both tables, line by line."""
+"""Pytest output for plans or reports that should be equal: both tables, line by line."""
 
 import difflib
 from typing import Any

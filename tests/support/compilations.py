@@ -1,4 +1,4 @@
-"""Compilations that are not taken from the folder in which a run of tests keeps its own."""
+"""A context without JAX's persistent compilation cache."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 @contextlib.contextmanager
 def anew() -> Iterator[None]:
-    """A context manager in which every program is compiled, and none is written down."""
+    """Compiles every program again, and caches none on disk."""
     before = jax.config.jax_compilation_cache_dir
     jax.config.update('jax_compilation_cache_dir', None)
     compilation_cache.reset_cache()

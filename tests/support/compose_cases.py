@@ -23,7 +23,7 @@ def last_on_tp(path, leaf):
 
 @dataclasses.dataclass(frozen=True)
 class FirstOnTp(ShardingRule):
-    """A user's rule, which answers every leaf."""
+    """A user's rule that has an answer for every leaf."""
 
     def apply(self, pytree):
         return jax.tree.map(lambda leaf: P('tp'), pytree)

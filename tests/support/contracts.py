@@ -1,4 +1,4 @@
-"""What the tests of behaviour that JAX does not promise share: their failure is a sentence."""
+"""Helpers for tests of undocumented JAX behaviour: their failures explain which behaviour changed."""
 
 import contextlib
 import importlib.metadata
@@ -24,7 +24,7 @@ def contract(does: str, purpose: str, *, library: str = 'jax') -> Iterator[None]
 
 
 def equation_in(name: str, fun: Callable[..., Any], *args: Any) -> Any:
-    """The first equation of a primitive in the jaxpr of a function."""
+    """Returns the first equation of a primitive in the jaxpr of a function."""
     equations = list(all_equations(jax.make_jaxpr(fun)(*args)))
     matches = [equation for equation in equations if equation.primitive.name == name]
     assert matches, f'no {name!r} in {[equation.primitive.name for equation in equations]}'

@@ -1,6 +1,6 @@
 """Checks of host data with several processes: data/host/test_processes.py runs them in each process.
 
-Any number of processes; every function here runs on all of them at the same time.
+They run with any number of processes; every function runs on all of them at the same time.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ def helpers() -> Iterator[tuple[MeshShardingHelper, Any]]:
         yield three, ('data', 'slice')
     types = (AxisType.Explicit, AxisType.Auto)
     yield MeshShardingHelper([2, -1], ['data', 'tp'], devices=orders()['backwards'], axis_types=types), 'data'
-    # Across processes and inside them: first the batch between processes, then the model.
+    # Axes across processes and inside them: first the batch across processes, then the model.
     yield MeshShardingHelper([-1, 2], ['data', 'tp'], dcn_axis_dims=[count(), 1]), 'data'
     yield MeshShardingHelper([2, -1], ['data', 'tp'], dcn_axis_dims=[1, count()]), 'data'
 
@@ -134,7 +134,7 @@ def assert_both_ways(helper: MeshShardingHelper, axes: Any, batch: dict[str, Any
     assert_global(arrays, batch)
     for name, leaf in helper.global_array_to_local_data(arrays).items():
         assert_same(leaf, local[name])
-    # The rows that are needed here, without any exchange.
+    # The rows that this process needs, without any exchange.
     held = select(batch, helper.process_examples(rows, mesh_axis_subset=axes))
     arrays = helper.local_data_to_global_array(
         held, mesh_axis_subset=axes, local_batch='addressable', check_replicas=True
@@ -248,7 +248,7 @@ def compilations(most: int) -> Iterator[None]:
 
 
 def check_numpy_arrays_of_a_compiled_function() -> None:
-    # JAX does not take them, because each process has a part.
+    # JAX rejects them, because each process has a part.
     helper = MeshShardingHelper([-1, 2], ['data', 'tp'])
 
     def doubled(tree: Any) -> Any:
@@ -256,7 +256,7 @@ def check_numpy_arrays_of_a_compiled_function() -> None:
 
     double = helper.sjit(doubled, in_shardings=P('data'))
     batch = {'x': np.ones((8, 2), np.float32), 'placed': helper.shard(np.ones(8, np.float32), P('data'))}
-    for _ in range(2):  # a call that compiles, and one that finds a program
+    for _ in range(2):  # one call that compiles, and one that hits the cache
         try:
             double(batch)
         except ValueError as error:
@@ -270,8 +270,8 @@ def check_numpy_arrays_of_a_compiled_function() -> None:
 
 def check_no_unneeded_communication() -> None:
     helper = MeshShardingHelper([-1, 2], ['data', 'tp'])
-    width = itertools.count(11)  # shapes that nothing was compiled for
-    process_collectives._queue_calls = itertools.count(1)  # a wait for simulated devices is a program too
+    width = itertools.count(11)  # shapes without a compiled program
+    process_collectives._queue_calls = itertools.count(1)  # waiting for simulated devices runs a program too
 
     def fresh(rows: int) -> dict[str, Any]:
         return {'x': np.zeros((rows, next(width))), 'step': 1}
@@ -290,7 +290,7 @@ def check_no_unneeded_communication() -> None:
             helper.local_data_to_global_array(fresh(8))
             helper.local_data_to_global_array(fresh(8), local_batch='addressable', mesh_axis_subset='tp')
     scattered = MeshShardingHelper([-1], ['data'], devices=orders()['backwards'])
-    with compilations(1):  # what moves the rows
+    with compilations(1):  # the program that moves the rows
         helper_rows = fresh(jax.local_device_count())
         scattered.local_data_to_global_array(helper_rows, check=False)
 
@@ -336,7 +336,7 @@ def check_disagreement() -> None:
         listed = '\n'.join(f'  process {odd}: {line} on process 0' for line in lines)
         with raises(f'{head}\n{listed}\n{ADVICE}'):
             helper.local_data_to_global_array(bad if last() else good)
-    # Options, and what would be an error here anyway.
+    # Options, and arguments that are errors on one process too.
     if last():
         call = f"mesh ({sizes}), batch on axis 1 over all mesh axes, local_batch='equal_share'"
     with raises(
@@ -429,7 +429,7 @@ def check_errors_of_shard_and_gather_reach_all_processes() -> None:
     ):
         with says(gone if last() else f'process {odd}: RuntimeError: {gone}'):
             make(deleted_on_the_last(jnp.arange(n)))
-    # Values of global arrays, and their placement.
+    # Values of global arrays, and their shardings.
     global_array = np.arange(4 * jax.device_count())
 
     def placed() -> jax.Array:
@@ -498,7 +498,7 @@ def check_broadcast() -> None:
         )
     assert result['key'].dtype == jax.random.key(0).dtype
     assert result['rbg'].dtype == jax.random.key(0, impl='rbg').dtype
-    # Abstract trees elsewhere, and global arrays that all hold whole.
+    # Abstract trees on other processes, and replicated global arrays.
     tree_or_shapes = tree(source) if me() == source else jax.eval_shape(lambda: {'x': jnp.zeros((2, 3))})
     result = helper.broadcast_from(
         source, {'x': np.full((2, 3), 5, np.float32)} if me() == source else tree_or_shapes
@@ -539,7 +539,7 @@ def check_gather() -> None:
 
 
 def check_shard_of_keys() -> None:
-    # JAX does not put typed keys on devices of other processes.
+    # JAX cannot move typed keys to devices of other processes.
     global_keys = {
         'many': jax.random.split(jax.random.key(7), 4 * jax.device_count()),
         'one': jax.random.key(1, impl='rbg'),
@@ -652,7 +652,7 @@ def check_prefetch_beside_steps() -> None:
 
 
 def check_queue_of_steps_is_bounded() -> None:
-    # Simulated devices take 32 programs ahead. A longer queue hangs, mostly; nothing else here is so long.
+    # Simulated devices queue at most 32 programs; a longer queue usually hangs. Only this check reaches it.
     faulthandler.dump_traceback_later(50, exit=True)
     helper = MeshShardingHelper([-1], ['data'])
 

@@ -1,8 +1,8 @@
 """Reads and runs the Python blocks of Markdown files.
 
-The blocks of one file run in order and share their names, as a reader would type them.
+The blocks of one file run in order and share their names, as if typed by a reader.
 
-- `<!-- skip: reason -->` on the line before a block leaves it out.
+- `<!-- skip: reason -->` on the line before a block skips it.
 - A block followed by `<!-- prints -->` and a text block has to print exactly that text.
 """
 
@@ -27,7 +27,7 @@ COMMENT = re.compile(r'\s*<!--\s*(skip|prints)\b\s*:?\s*(.*?)\s*-->\s*')
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; `line` is where its text begins, counted from 1."""
+    """A fenced block; `line` is the line number of its first line, counted from 1."""
 
     language: str
     line: int
@@ -71,7 +71,7 @@ def read_blocks(markdown: str) -> list[Block]:
 
 
 def runnable(blocks: list[Block]) -> list[tuple[Block, Block | None]]:
-    """The Python blocks that are not skipped, each with the block of its expected output."""
+    """Returns the Python blocks that are not skipped, each with the block of its expected output."""
     pairs = []
     for block, after in itertools.zip_longest(blocks, blocks[1:]):
         if block.comment == 'skip':
@@ -88,16 +88,16 @@ def runnable(blocks: list[Block]) -> list[tuple[Block, Block | None]]:
 
 
 def tidy(text: str) -> str:
-    """The text without the white space at the ends of its lines, and of the whole."""
+    """Returns the text without trailing white space, and without white space around it."""
     return '\n'.join(line.rstrip() for line in text.strip().splitlines())
 
 
 def run_blocks(path: Path, markdown: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A real module, because dataclasses and pickle look up where a class was defined.
+    # A real module, because dataclasses and pickle look up the module of a class.
     module = types.ModuleType('docs_' + re.sub(r'\W', '_', path.stem))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for block, expected in runnable(read_blocks(markdown)):
-        # The empty lines give every statement its line number in the document.
+        # The empty lines keep the line numbers of the document.
         code = compile('\n' * (block.line - 1) + block.text, str(path), 'exec', dont_inherit=True)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):

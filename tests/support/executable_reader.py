@@ -1,18 +1,18 @@
-"""A second reader of executables of the TPU compiler, written another way than that of `scalax.plan`.
+"""An independent reader of executables of the TPU compiler, to check the one of `scalax.plan`.
 
-It *runs* a program instead of reading trip counts: whole numbers are computed, arrays are nothing but their
-types, and each collective, each product and each transfer to the host is counted when it is met. What it does
-not know is an assertion. It reads both ``Compiled.as_text()`` and the dump ``after_optimizations``.
+It *runs* a program instead of reading trip counts: it computes integers, represents arrays by their types,
+and counts each collective, matmul and host transfer as it executes. Unknown instructions fail an assertion.
+It reads both ``Compiled.as_text()`` and the dump ``after_optimizations``.
 
-How the TPU compiler writes things:
+Forms that the TPU compiler writes:
 
-- An asynchronous collective that overlaps with other work stands in the program several times: in a fusion
-  with ``AsyncCollectiveStart``, in the fusions beside which it runs, and in one with ``AsyncCollectiveDone``.
-  Each later one takes what the one before it made. All of them are one execution, counted at the first.
-- An all-reduce and a slice of its result in one fusion are a reduce-scatter, and counted as that.
+- An asynchronous collective that overlaps with other work occurs several times: in a fusion with
+  ``AsyncCollectiveStart``, in the fusions that it overlaps with, and in one with ``AsyncCollectiveDone``.
+  Each consumes the result of the one before. All of them are one execution, which is counted at the first.
+- An all-reduce and a slice of its result in one fusion are counted as a reduce-scatter.
 - A collective across slices is a ``send`` and a ``recv`` whose attributes name its kind and its slices. The
-  groups of other collectives are those of one slice, whose devices are numbered from 0.
-- A type with ``S(5)`` in its layout is in the memory of the host.
+  groups of other collectives are within one slice, whose devices are numbered from 0.
+- A type with ``S(5)`` in its layout is in host memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BYTES = {
     **dict.fromkeys(('s32', 'u32', 'f32'), 4),
     **dict.fromkeys(('s64', 'u64', 'f64', 'c64'), 8),
 }
-# Those whose result is a part of the whole array of a group.
+# Collectives whose result is one shard of the group's array.
 PARTS = ('reduce-scatter', 'all-to-all', 'collective-permute', 'ragged-all-to-all')
 KINDS = ('all-gather', 'all-reduce', 'collective-broadcast', *PARTS)
 HOST = 5
@@ -53,7 +53,7 @@ COMPUTED = {
     'select': lambda condition, yes, no: yes if condition else no,
 }
 SAME = ('copy', 'convert', 'bitcast', 'reshape', 'opt-barrier')
-# Operations on the arrays of one device: nothing of them is counted.
+# Operations on the arrays of one device, which are not counted.
 LOCAL = {
     *(
         'abs',
@@ -84,9 +84,9 @@ LOCAL = {
     *('sine', 'slice', 'sort', 'sqrt', 'tan', 'tanh', 'transpose', 'xor'),
     *COMPUTED,
 }
-# Fusions, loops, branches and asynchronous operations run another computation, which these name.
+# Attributes that name the computation of a fusion, loop, branch or asynchronous operation.
 CALLED = ('calls', 'to_apply', 'body', 'condition')
-# Nothing moves: another name, or another computation whose instructions count.
+# Moves nothing: an alias, or a call to a computation whose instructions are counted.
 STILL = (
     *('parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'while', 'conditional', 'call'),
     *('after-all', 'add-dependency', 'opt-barrier', 'partition-id', 'replica-id'),
@@ -96,7 +96,7 @@ CUSTOM = (
     *('AllocateBuffer', 'ConcatBitcast', 'AssumeGatherIndicesInBound', 'GatherScatterIndicesBitpacked'),
     *('tpu_custom_call', 'AsyncCollectiveStart', 'AsyncCollectiveDone', 'SliceId', 'ZeroCrop'),
 )
-# What is sent between slices, and of which kind of collective it is.
+# The kinds of collectives between slices.
 ACROSS_SLICES = {
     'ALL_GATHER': 'all-gather',
     'ALL_REDUCE': 'all-reduce',
@@ -110,19 +110,18 @@ Key = tuple[str, tuple[str, ...]]
 
 @dataclasses.dataclass
 class Counts:
-    """What one device does in one step.
+    """The work of one device in one step.
 
     Attributes:
-        collectives: (kind, mesh axes) -> (how often, bytes of all executions). The bytes are those of the
-            whole array of one group: the gathered one of an all-gather, the one that a reduce-scatter cuts.
-        flops: the floating point operations of its products (``convolution`` and ``dot``), two for each
-            multiplication that is not by padding.
-        to_host: the bytes that are written into the memory of the host.
-        from_host: the bytes that are read from the memory of the host.
-        hbm: the bytes that are read from the memory of the device and written to it at most: all of the
-            operands and all of the results of each instruction that moves anything, however little of them
-            it touches.
-        modelled: microseconds of kernels, where the compiler for GPUs has a model of them.
+        collectives: (kind, mesh axes) -> (executions, bytes of all executions). The bytes are the full array
+            of one group: the result of an all-gather, the operand of a reduce-scatter.
+        flops: the FLOPs of matmuls and convolutions (``dot`` and ``convolution``), two for each
+            multiplication, except by padding.
+        to_host: the bytes that are written to host memory.
+        from_host: the bytes that are read from host memory.
+        hbm: an upper bound of the bytes that are read from and written to device memory: all operands and
+            results of each instruction that moves data.
+        modelled: microseconds of the kernels that the GPU compiler has a model for.
     """
 
     collectives: dict[Key, tuple[int, int]] = dataclasses.field(default_factory=dict)
@@ -144,9 +143,9 @@ class Counts:
 
 
 def read(text: str, mesh: dict[str, int], slices: int = 1) -> Counts:
-    """The counts of the program in *text*, on a mesh given as name -> size.
+    """Returns the counts of the program in *text*, on a mesh given as name -> size.
 
-    Slices are parts of the first mesh axis.
+    Slices are blocks of the first mesh axis.
     """
     reader = _Reader(_module(text), mesh, slices)
     reader.run(reader.module.entry, [None] * 100_000)
@@ -157,7 +156,7 @@ def read(text: str, mesh: dict[str, int], slices: int = 1) -> Counts:
 
 
 class _Underway(NamedTuple):
-    """The value of what an asynchronous collective hands from one of its fusions to the next."""
+    """The value that an asynchronous collective passes from one of its fusions to the next."""
 
     kind: str
     channel: str
@@ -169,7 +168,7 @@ class _Reader:
         self.module, self.mesh, self.slices, self.counts = module, mesh, slices, Counts()
 
     def run(self, name: str, arguments: list[Any]) -> Any:
-        """Runs a computation: the value of its root. That of an array is None, that of a tuple a tuple."""
+        """Runs a computation, and returns the value of its root: None for an array, a tuple for a tuple."""
         values: dict[str, Any] = {}
         result = None
         for line in self.module.bodies[name]:
@@ -202,7 +201,7 @@ class _Reader:
         if opcode == 'conditional':
             return self.branch(line, operands)
         if opcode in ('call', 'async-start', 'call-start'):
-            # An operation of another core may get its operands later, by an update.
+            # An operation on another core may get its operands later, by an update.
             later = [None] * 100
             return self.run(line.attributes.get('calls') or line.attributes['to_apply'], [*operands, *later])
         if opcode == 'custom-call':
@@ -247,7 +246,9 @@ class _Reader:
         return state
 
     def branch(self, line: _Line, operands: list[Any]) -> None:
-        """Runs all branches; the one that sends the most counts, and likewise for products and the host."""
+        """Runs all branches; counts collectives, matmuls and host transfers of the branch with the most of
+        each.
+        """
         if 'branch_computations' in line.attributes:
             branches = re.findall(r'%([\w.\-]+)', line.attributes['branch_computations'])
         else:
@@ -309,7 +310,7 @@ class _Reader:
 
     @functools.cache  # noqa: B019 - a reader lives for one test
     def across(self, kind: str, line: _Line) -> tuple[tuple[str, ...], int]:
-        """The mesh axes along which a collective runs, and the devices of a group."""
+        """Returns the mesh axes along which a collective runs, and the devices of a group."""
         if kind == 'collective-permute':
             groups = [list(pair) for pair in _listed(line.attributes['source_target_pairs'])]
         else:
@@ -328,7 +329,7 @@ class _Reader:
             return
         kind = ACROSS_SLICES[words['_xla_megascale_transfer_type'].strip('"')]
         groups = slice_groups(words['_xla_megascale_target'])
-        # The first device of each slice stands for the others.
+        # The first device of each slice represents the others.
         slice_size = math.prod(self.mesh.values()) // self.slices
         axes = axes_of([[(number - 1) * slice_size for number in group] for group in groups], self.mesh)
         size = max(map(len, groups))
@@ -339,7 +340,7 @@ class _Reader:
 
     @functools.cache  # noqa: B019 - a reader lives for one test
     def scattered(self, line: _Line) -> bool:
-        """Whether an all-reduce stands in a fusion in which nothing but slices of it are used."""
+        """Returns whether an all-reduce is in a fusion that only uses slices of it."""
         [name] = [name for name, body in self.module.bodies.items() if line in body]
         body = self.module.bodies[name]
         parts = {line.name} | {
@@ -363,13 +364,13 @@ class _Reader:
 
     @functools.cache  # noqa: B019 - a reader lives for one test
     def flops_of_library(self, line: _Line, target: str) -> int:
-        """Those of a product of cuBLAS or a convolution of cuDNN; the rest of the result is scratch."""
+        """Returns the FLOPs of a cuBLAS matmul or cuDNN convolution; the rest of its result is scratch space."""
         left, right, result = (*(self.module.shape(line, index) for index in (0, 1)), line.shape[0])
         if target.startswith('__cublas$'):
             numbers = json.loads(line.attributes['backend_config'])['gemm_backend_config']
             over = map(int, numbers['dot_dimension_numbers']['lhs_contracting_dimensions'])
             return 2 * math.prod(result.dims) * math.prod(left.dims[index] for index in over)
-        # Gradients are written with the window of the convolution that they are of.
+        # A gradient has the window of the forward convolution.
         if target == '__cudnn$convBackwardInput':
             left, result = result, left
         elif target == '__cudnn$convBackwardFilter':
@@ -378,18 +379,18 @@ class _Reader:
 
     @functools.cache  # noqa: B019 - a reader lives for one test
     def flops_of_attention(self, line: _Line, target: str) -> int:
-        """Those of attention without a mask: each product has as many as the scores have, times a head."""
+        """Returns the FLOPs of attention without a mask: each matmul has the size of the scores times a head."""
         config = line.config()['cudnn_fmha_backend_config']
         assert config['mask_type'] == 'NO_MASK' and config['sliding_window_length'] == 0
         scores = math.prod(map(int, config['intermediate_tensor_shape']['dimensions']))
         products = sum(key.endswith('dot_dimension_numbers') for key in config)
         query = self.module.shape(line, 0)
         assert query.dims[-1] == self.module.shape(line, 2).dims[-1]
-        # The scores are a product of the way back too, which the call does not name.
+        # The backward pass also recomputes the scores, a matmul that the call does not name.
         return 2 * scores * query.dims[-1] * (products + target.endswith('Backward'))
 
     def transfer(self, line: _Line, kind: str) -> None:
-        """Counts what a copy or a slice moves between the device and the host."""
+        """Counts the bytes that a copy or a slice moves between device and host."""
         shape = line.shape
         if line.opcode == 'copy-start':
             shape = shape[0]
@@ -399,7 +400,7 @@ class _Reader:
         if all(array.space != HOST for array in _arrays((shape, *sources))):
             return
         assert kind in ('copy', 'slice', 'dynamic-slice', 'dynamic-update-slice', 'bitcast'), line.opcode
-        # What is written is the array itself, or the part of another that changes.
+        # It writes an entire array, or a slice of another one.
         source, moved = (sources[1], sources[1]) if kind == 'dynamic-update-slice' else (sources[0], shape)
         if source.space != HOST and shape.space == HOST:
             self.counts.to_host += _bytes(moved)
@@ -408,7 +409,7 @@ class _Reader:
 
     @functools.cache  # noqa: B019 - a reader lives for one test
     def hbm(self, line: _Line) -> int:
-        """Returns the most bytes that an instruction reads from the device memory and writes to it."""
+        """Returns an upper bound of the bytes that an instruction reads from and writes to device memory."""
         if line.opcode in STILL:
             return 0
         shapes = [self.module.shape(line, index) for index in range(len(line.operands))]
@@ -421,16 +422,16 @@ class _Reader:
 
     @functools.cache  # noqa: B019 - a reader lives for one test
     def modelled(self, line: _Line) -> float:
-        """Microseconds of a kernel, as XLA for GPUs has written them beside it."""
+        """Returns the microseconds of a kernel that XLA for GPUs has annotated."""
         if line.opcode not in ('fusion', 'custom-call'):
             return 0.0
-        # XLA writes 'NaN' and 'Infinity', which are no times, as strings.
+        # XLA writes 'NaN' and 'Infinity' as strings; they are not times.
         costs = {
             cost['name']: cost['exec_time_us']
             for cost in line.config().get('reification_cost', ())
             if not isinstance(cost['exec_time_us'], str)
         }
-        if line.attributes.get('kind') == 'kCustom' and costs.get('sol') == 0.01:  # it does not know
+        if line.attributes.get('kind') == 'kCustom' and costs.get('sol') == 0.01:  # unknown
             inside = self.module.bodies[line.attributes['calls']]
             library = any(instruction.opcode == 'custom-call' for instruction in inside)
             return 0.0 if library else costs.get('indexing-cost-model', 0.0)
@@ -438,13 +439,13 @@ class _Reader:
         if microseconds and line.opcode == 'custom-call':
             result = line.shape[0]
             types = {result.dtype, *(self.module.shape(line, index).dtype for index in (0, 1))}
-            if types not in ({'bf16'}, {'f32'}):  # not measured: XLA multiplies it for bytes of the result
+            if types not in ({'bf16'}, {'f32'}):  # not measured: XLA scales it with the bytes of the result
                 microseconds /= BYTES[result.dtype] ** 3
         return microseconds
 
     @functools.cache  # noqa: B019 - a reader lives for one test
     def matters(self, name: str) -> bool:
-        """Whether a fusion holds anything that counts: only those need to run."""
+        """Returns whether a fusion contains something to count; other fusions need not run."""
         for line in self.module.bodies[name]:
             if any(kind in line.opcode for kind in (*KINDS, 'convolution', 'dot', 'custom-call', '-start')):
                 return True
@@ -473,7 +474,7 @@ def _constant(line: _Line) -> int | None:
 
 
 def _result(line: _Line) -> Any:
-    """The shape of the result of a collective; that of an asynchronous one also holds its operands."""
+    """Returns the shape of a collective's result; an asynchronous collective's also contains its operands."""
     started = ('all-gather-start', 'collective-permute-start', 'all-to-all-start', 'reduce-scatter-start')
     if line.opcode in started:
         return line.shape[1]
@@ -485,7 +486,7 @@ def _result(line: _Line) -> Any:
 
 
 def _multiplications(line: _Line, left: _Array, right: _Array) -> int:
-    """Those of a convolution: along each dimension the places of the window that lie in the array."""
+    """Counts the multiplications of a convolution: the window positions inside the array, by dimension."""
     inputs, kernel, outputs = re.fullmatch(r'(\w+)_(\w+)->(\w+)', line.attributes['dim_labels']).groups()
     result = right.dims[kernel.index('i')]
     result *= line.shape.dims[outputs.index('b')] * line.shape.dims[outputs.index('f')]
@@ -508,7 +509,7 @@ def _multiplications(line: _Line, left: _Array, right: _Array) -> int:
 
 
 def replica_groups(text: str) -> list[list[int]]:
-    """Groups of devices in any of the notations of HLO.
+    """Returns groups of devices from any notation of HLO.
 
     Example:
         >>> replica_groups('{{0,1},{2,3}}')
@@ -531,8 +532,8 @@ def replica_groups(text: str) -> list[list[int]]:
     [(sizes, ids, axes)] = re.findall(rf'^{form}$', text)
     mesh = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
     order = in_order(ids) if ids else list(range(math.prod(mesh.values())))
-    # An axis of which a part is used is split into three; the part in the middle is that of size *size*,
-    # and those before it make *before* together: 'a':(before)size.
+    # A sub-axis splits an axis into three parts: the middle one has the size *size*, and the part before it
+    # has the size *before*: 'a':(before)size.
     split: dict[str, int] = {}
     named = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
     for name, size in mesh.items():
@@ -556,12 +557,12 @@ def replica_groups(text: str) -> list[list[int]]:
 
 
 def slice_groups(text: str) -> list[list[int]]:
-    """Groups of slices, numbered from 1, in the notations of transfers between slices.
+    """Returns groups of slices, numbered from 1, from the notations of transfers between slices.
 
     Example:
-        >>> slice_groups('"{1,2}x{0:7}"')  # each of the devices 0 to 7 of slice 1 with its like in slice 2
+        >>> slice_groups('"{1,2}x{0:7}"')  # devices 0 to 7 of slice 1, each with its counterpart in slice 2
         [[1, 2]]
-        >>> slice_groups('{{100000,200000},{100001,200001}}')  # 100,000 for a slice, and a device
+        >>> slice_groups('{{100000,200000},{100001,200001}}')  # 100,000 times the slice, plus the device
         [[1, 2], [1, 2]]
         >>> slice_groups('{{100000->200000},{200000->100000}}')
         [[1, 2], [2, 1]]
@@ -576,7 +577,7 @@ def slice_groups(text: str) -> list[list[int]]:
 
 
 def in_order(text: str) -> list[int]:
-    """``[4,2]T(1,0)``: the numbers of a 4 x 2 table, read by columns."""
+    """``[4,2]T(1,0)``: returns the numbers of a 4 x 2 table, read by columns."""
     [(shape, turned)] = re.findall(r'^\[([\d,]+)\](?:T\(([\d,]+)\))?$', text)
     sizes = [int(size) for size in shape.split(',')]
     order = [int(axis) for axis in turned.split(',')] if turned else list(range(len(sizes)))
@@ -588,7 +589,9 @@ def in_order(text: str) -> list[int]:
 
 
 def axes_of(groups: list[list[int]], mesh: dict[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which the devices of any group differ; devices are places in the mesh, by rows."""
+    """Returns the mesh axes along which the devices of any group differ; devices are row-major mesh
+    positions.
+    """
     different = set()
     for group in groups:
         for number, axis in enumerate(mesh):
@@ -599,7 +602,7 @@ def axes_of(groups: list[list[int]], mesh: dict[str, int]) -> tuple[str, ...]:
 
 
 def _along(mesh: dict[str, int], axes: list[str]) -> list[list[int]]:
-    """The devices in groups: those of a group differ in their places along *axes* alone."""
+    """Returns the devices in groups, within which positions differ along *axes* only."""
     groups = collections.defaultdict(list)
     for device, indices in enumerate(itertools.product(*map(range, mesh.values()))):
         groups[tuple(i for name, i in zip(mesh, indices, strict=True) if name not in axes)].append(device)
@@ -622,7 +625,7 @@ class _Array(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Line:
-    """One instruction. The shape of an array is an `_Array`, that of a tuple a tuple of shapes."""
+    """An instruction. The shape of an array is an `_Array`, the shape of a tuple is a tuple of shapes."""
 
     root: bool
     name: str
@@ -653,7 +656,7 @@ class _Module:
             self.shapes |= {id(line): shapes for line in body}
 
     def shape(self, line: _Line, index: int) -> Any:
-        """The shape of an operand."""
+        """Returns the shape of an operand."""
         name, path = line.operands[index]
         shape = self.shapes[id(line)][name]
         for number in path:
@@ -664,7 +667,7 @@ class _Module:
 def _module(text: str) -> _Module:
     bodies: dict[str, list[_Line]] = {}
     entry, fused = '', set()
-    # A computation ends with a line of nothing but a brace. Lines within quotes may look like anything else.
+    # A computation ends with a line that is just a brace. Quoted lines may look like any other line.
     for match in re.finditer(r'^(ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}(?:, [^\n]*)?$', text, re.M | re.S):
         start, name, body = match.groups()
         pieces = re.split(r'^ +(?=(?:ROOT )?%?[\w.\-]+ = )', body, flags=re.M)
@@ -713,7 +716,7 @@ def _split(text: str) -> tuple[str, dict[str, str]]:
     attributes: dict[str, str] = {}
     for part in parts[1:]:
         key, _, value = part.partition('=')
-        if key == 'device_ids':  # a part of the groups before it
+        if key == 'device_ids':  # belongs to the groups before it
             attributes['replica_groups'] += f', {part}'
         elif key:
             attributes[key] = value.lstrip('%') if key in CALLED else value

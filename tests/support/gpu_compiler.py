@@ -1,4 +1,4 @@
-"""The compiler for NVIDIA GPUs in tests: whether it is here, in the version that JAX loads."""
+"""The compiler for NVIDIA GPUs in tests: whether it is installed in the version that JAX loads."""
 
 import importlib.metadata
 

@@ -1,4 +1,4 @@
-"""Programs for GPUs that are not here, and their plans as `scripts/record_programs.py` has recorded them."""
+"""Programs for absent GPUs, and their plans from the recordings of `scripts/record_programs.py`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _any_plan() -> Plan:
 
 @functools.cache
 def recorded_plan(name: str) -> Plan:
-    """The plan of a recorded program; its name, arguments and batch are of no program."""
+    """Returns the plan of a recorded program, without its real name, arguments and batch."""
     program, recording = PROGRAMS[name], recorded(name)
     kind, _, size = program.topology.partition(':')
     hosts, chips_per_host = map(int, size.split('x'))
@@ -117,7 +117,7 @@ def recorded_plan(name: str) -> Plan:
 
 
 def made_plan(name: str) -> Plan:
-    """The plan of a program that is compiled now."""
+    """Returns the plan of a program that is compiled now."""
     helper = PROGRAMS[name].helper()
     step, arguments = PROGRAMS[name].make(helper)
     plan: Any = helper.plan(step, *arguments)

@@ -1,6 +1,6 @@
 """Gradients of operations over Explicit axes, compared with the gradients on one device.
 
-``python gradient_cases.py OPERATION...`` runs as a separate process, because XLA must not abort it.
+``python gradient_cases.py OPERATION...`` runs in a separate process, because XLA might abort it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small programs as XLA writes them."""
+"""Small programs in the form that XLA writes."""
 
 HEAD = 'HloModule jit_f, entry_computation_layout={(f32[8]{0})->f32[8]{0}}, num_partitions=8\n\n'
 ADD = '%add (x: f32[], y: f32[]) -> f32[] {\n  %x = f32[] parameter(0)\n  %y = f32[] parameter(1)\n' + (

@@ -1,7 +1,7 @@
-"""One process of a job that sends or receives a state; `tests/jobs` starts several of both.
+"""One process of a job that sends or receives a state; `tests/jobs` starts several of each.
 
-The environment says which process it is, as the launchers do. A fault is a signal that the process sends
-itself at its n-th question or answer of a kind: ``9 pieces 2``.
+The environment identifies the process, as with launchers. A fault is a signal that the process sends to
+itself at its n-th request or reply of a kind: ``9 pieces 2``.
 """
 
 import os

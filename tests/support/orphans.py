@@ -1,7 +1,7 @@
-"""Fixture that finds processes which outlive the tests of a module, for no plugin of pytest does.
+"""A fixture that finds processes which outlive the tests of a module; no pytest plugin does that.
 
-A variable in the environment marks every process that a test starts. A process keeps it after its parent has
-ended, and in a session of its own.
+An environment variable marks every process that a test starts. A process keeps it after its parent has ended,
+and in a new session.
 """
 
 import os
@@ -20,7 +20,7 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope='module', autouse=True)
 def no_orphaned_process(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails and kills the processes, by id, that are still there after the module's other fixtures ended."""
+    """Kills, by id, the processes that remain after the module's other fixtures ended, and fails."""
     yield
     _, left = psutil.wait_procs(marked_processes(), timeout=GRACE_S)
     alive = [process for process in left if is_running(process)]
@@ -40,7 +40,7 @@ def marked_processes() -> list[psutil.Process]:
     marked = []
     for process in psutil.process_iter():
         try:
-            # A zombie has no environment any more.
+            # A zombie has no environment.
             if process.pid != os.getpid() and MARK in process.environ():
                 marked.append(process)
         except (psutil.Error, OSError):

@@ -14,7 +14,7 @@ from scalax.sharding import FSDPShardingRule, MeshShardingHelper
 from scalax.sharding import PartitionSpec as P
 
 FSDP = FSDPShardingRule(min_fsdp_size=1)
-# Sums that are not of weights: the loss, the norms of gradients, the statistics of a batch norm.
+# Reductions that are not weight gradients: the loss, gradient norms, batch norm statistics.
 SMALL_SUMS = 4096
 
 
@@ -26,8 +26,8 @@ class Program:
         loss: the function.
         weights: the shape of each weight.
         batch: the shape of the batch.
-        batch_dtype: int32 for numbers below 16; else normal numbers.
-        rule: what shards the weights.
+        batch_dtype: int32 for integers below 16; otherwise normal numbers.
+        rule: the sharding rule of the weights.
     """
 
     loss: Callable[[Any, Any], jax.Array]
@@ -42,7 +42,7 @@ class Program:
 
     @property
     def training_bytes(self) -> int:
-        """The bytes of two gathers of all weights and one reduction of their gradients."""
+        """Returns the bytes of two gathers of all weights and one reduction of their gradients."""
         return 3 * self.weight_bytes + SMALL_SUMS
 
     def types(self) -> tuple[Any, Any]:
@@ -50,7 +50,7 @@ class Program:
         return weights, jax.ShapeDtypeStruct(self.batch, self.batch_dtype)
 
     def arguments(self, examples: int) -> tuple[Any, Any]:
-        """Arrays for the weights, scaled by the number of their rows, and for a batch of some examples."""
+        """Returns weights scaled by their number of rows, and a batch of some examples."""
         batch = (examples, *self.batch[1:])
         random = np.random.default_rng(0)
         weights = {
@@ -62,7 +62,7 @@ class Program:
         return weights, random.normal(size=batch).astype('float32')
 
     def step(self, weights: Any, batch: Any) -> tuple[Any, jax.Array]:
-        """One step of gradient descent."""
+        """Returns one step of gradient descent."""
         value, gradients = jax.value_and_grad(self.loss)(weights, batch)
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
 
@@ -74,12 +74,12 @@ class Program:
 
 
 def moved_bytes(plan: Plan, *axes: str) -> int:
-    """The bytes that the collectives of a plan move, along some mesh axes or all."""
+    """Returns the bytes that the collectives of a plan move, along some mesh axes or all."""
     return sum(size for names, kinds in plan.totals.items() if {*axes} <= {*names} for size in kinds.values())
 
 
 def assert_values_of_one_device(step: Any, function: Callable[..., Any], *args: Any) -> None:
-    """Asserts that a compiled step returns what the function does on one device, up to rounding."""
+    """Asserts that a compiled step returns the function's results on one device, up to rounding."""
     with jax.default_matmul_precision('highest'):
         values, expected = step(*args), jax.jit(function)(*args)
     assert jax.tree.structure(values) == jax.tree.structure(expected)

@@ -1,4 +1,4 @@
-"""Every way of sharding the operands of an operation on a mesh."""
+"""Every way to shard the operands of an operation on a mesh."""
 
 from __future__ import annotations
 

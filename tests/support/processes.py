@@ -1,14 +1,14 @@
 """Runs checks in several real processes, joined by ``jax.distributed`` on localhost.
 
-A module of checks is imported in every process, and its functions ``check_*`` run there in the order in which
-they are written. Starting costs seconds, so many checks share one start::
+Every process imports a module of checks, and runs its functions ``check_*`` in the order of the file.
+Starting costs seconds, so many checks share one start::
 
     outcome = run_checks('tests.support.data_checks', processes=2, devices=4)
     outcome.passed  # the names of the checks that passed on every process
 
-With ``names=asked_for(request)`` a fixture leaves out the checks whose tests a run leaves out.
+With ``names=asked_for(request)`` a fixture skips the checks whose tests are not selected.
 
-No wait is unbounded: all processes end, or are ended by their ids, within the timeout.
+No wait is unbounded: all processes end, or are killed by their ids, within the timeout.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ LONGEST_S = 500
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of one run, by process: exit codes, what was printed, and the checks that passed."""
+    """The outcome of a run by process: exit codes, output, and the checks that passed."""
 
     codes: tuple[int | None, ...]
     outputs: tuple[str, ...]
@@ -56,12 +56,12 @@ class Outcome:
 
 
 def names_of_checks(module: str) -> list[str]:
-    """The checks of a module, in the order in which they are written."""
+    """Returns the checks of a module, in the order of the file."""
     return [name for name in vars(importlib.import_module(module)) if name.startswith('check_')]
 
 
 def asked_for(request: pytest.FixtureRequest) -> list[str]:
-    """What the tests of a run that use this fixture give as `name`."""
+    """Returns the values of `name` in the selected tests that use this fixture."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     using = [item for item in items if item.path == request.path and request.fixturename in item.fixturenames]
     return [item.callspec.params['name'] for item in using if 'name' in item.callspec.params]
@@ -74,7 +74,7 @@ def run_checks(
     names: Sequence[str] = (),
     timeout: float = LONGEST_S,
 ) -> Outcome:
-    """Runs checks of modules, or all, in so many processes with so many simulated devices each."""
+    """Runs checks of modules, or all, in this many processes with this many simulated devices each."""
     modules = [modules] if isinstance(modules, str) else modules
     checks = [
         f'{module}:{name}'
@@ -84,13 +84,13 @@ def run_checks(
     ]
     paths = [str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(paths)}
-    # Not buffered: what a process said before it was ended counts.
+    # Unbuffered, to keep the output of a process that is killed.
     env |= {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices), 'PYTHONUNBUFFERED': '1'}
     env['XLA_FLAGS'] = _flags_but_of_devices()
     with tempfile.TemporaryDirectory() as folder, held_port() as port:
         command = [sys.executable, '-W', 'error', '-m', 'tests.support.processes']
         command += [str(processes), str(port)]
-        # What is printed is for people: other libraries print too, in the middle of lines.
+        # The printed output is only for people: other libraries print too, in the middle of lines.
         printed = [Path(folder, f'{index}.txt') for index in range(processes)]
         passed = [Path(folder, f'{index}.passed') for index in range(processes)]
         running: list[subprocess.Popen[bytes]] = []
@@ -102,7 +102,7 @@ def run_checks(
                     running.append(subprocess.Popen(full, env=env, stdout=out, stderr=subprocess.STDOUT))
             _wait(running, timeout)
         finally:
-            # Each by its own id; a process that has ended already is left alone.
+            # Each by its id; processes that have ended are skipped.
             for process in running:
                 if process.poll() is None:
                     process.kill()
@@ -115,7 +115,7 @@ def run_checks(
 
 
 class Running:
-    """Programs that run at the same time, with what each has printed so far."""
+    """Programs that run at the same time, and their output so far."""
 
     def __init__(self, processes: list[subprocess.Popen[bytes]], files: list[Path]) -> None:
         self.processes, self._files = processes, files
@@ -124,7 +124,7 @@ class Running:
         return self._files[index].read_text(errors='replace')
 
     def wait(self, timeout: float = LONGEST_S) -> tuple[int, ...]:
-        """The exit codes, once all have ended."""
+        """Returns the exit codes, once all programs have ended."""
         end = time.monotonic() + timeout
         return tuple(process.wait(max(end - time.monotonic(), 0)) for process in self.processes)
 
@@ -141,9 +141,9 @@ class Running:
 
 
 def compiled() -> dict[str, str]:
-    """Returns the variables with which processes share what they compile, in a folder of this run of tests.
+    """Returns the variables with which processes share a compilation cache, in a folder of this test run.
 
-    An entry that is half written, or whose writer was killed, is compiled again.
+    A partial entry, for example of a killed writer, is compiled again.
     """
     quiet = [f'ignore:Error {action} persistent compilation cache entry' for action in ('reading', 'writing')]
     warnings = [*filter(None, [os.environ.get('PYTHONWARNINGS')]), *quiet]
@@ -153,13 +153,13 @@ def compiled() -> dict[str, str]:
 
 @contextlib.contextmanager
 def started(*programs: Sequence[str], env: Sequence[Mapping[str, str]] = ({},)) -> Iterator[Running]:
-    """Starts Python programs, each with variables of its own; at the end, ends those that still run.
+    """Starts Python programs with separate environment variables, and ends those that still run at the end.
 
-    They are asked first, so that a launcher takes those that it has started with it.
+    They get a signal first, so that a launcher can end the processes that it has started.
 
     Args:
-        *programs: what stands behind ``python``, for each.
-        env: environment variables for each, besides those of the tests.
+        *programs: the arguments of ``python``, for each program.
+        env: further environment variables for each program.
     """
     common = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), 'PYTHONUNBUFFERED': '1'}
     common['XLA_FLAGS'] = _flags_but_of_devices()
@@ -182,13 +182,13 @@ def started(*programs: Sequence[str], env: Sequence[Mapping[str, str]] = ({},)) 
 
 
 def _flags_but_of_devices() -> str:
-    """How many devices a process has is said by JAX_NUM_CPU_DEVICES, or by itself."""
+    """Returns XLA_FLAGS without the number of devices, which JAX_NUM_CPU_DEVICES or the process sets."""
     flags = os.environ.get('XLA_FLAGS', '').split()
     return ' '.join(flag for flag in flags if 'device_count' not in flag)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ends those that still run, each by its own id: two Ctrl-C, as a user would, and then SIGKILL."""
+    """Ends running processes, each by its id: two Ctrl-C, as a user would, and then SIGKILL."""
     for patience in (1, 9):
         for process in processes:
             if process.poll() is None:
@@ -197,24 +197,24 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         while time.monotonic() < end and any(process.poll() is None for process in processes):
             time.sleep(0.02)
     for process in processes:
-        process.kill()  # does nothing to one that has ended
+        process.kill()  # has no effect on a process that has ended
         process.wait()
 
 
 def _wait(running: list[subprocess.Popen[bytes]], timeout: float) -> None:
-    """Until all have ended; or one has failed, after which the others only wait for it; or too late."""
+    """Waits until all have ended, one has failed and the others only wait for it, or the time is over."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         codes = [process.poll() for process in running]
         if None not in codes:
             return
-        if any(codes):  # those that were about to fail as well get a moment to say why
+        if any(codes):  # gives other failing processes a moment to report their errors
             end = min(end, time.monotonic() + 3)
         time.sleep(0.05)
 
 
 def _main(processes: str, port: str, index: str, passed: str, *checks: str) -> int:
-    """What each process runs."""
+    """Runs in each process."""
     import jax
 
     warnings.simplefilter('error')
@@ -230,7 +230,7 @@ def _main(processes: str, port: str, index: str, passed: str, *checks: str) -> i
         except BaseException:
             traceback.print_exc()
             print(f'{name} failed', flush=True)
-            # Nothing is waited for: the others may never come to where this process is.
+            # Ends without waiting, because the other processes may never get here.
             os._exit(1)
         with open(passed, 'a') as file:
             print(name, file=file)

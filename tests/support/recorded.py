@@ -15,9 +15,9 @@ from scalax._core.mesh.gpu_topologies import GPU_KINDS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / 'tests' / 'recorded'
-# The tables of memory that the compiler writes.
+# The memory tables that the compiler writes.
 TABLES = ('memory-usage-report', 'buffer-assignment', 'live-range')
-# In a recording these stand for folders of the machine that made it.
+# Placeholders in recordings for folders of the machine that recorded them.
 PLACES = {'{packages}': str(Path(jax.__file__).resolve().parents[1]), '{repository}': str(REPOSITORY)}
 
 
@@ -27,16 +27,16 @@ class Recorded:
 
     Attributes:
         name: the name of the program in `tests.support.tpu_programs.PROGRAMS`, or in that of GPUs.
-        topology: the hardware, such as ``'v5e:2x4'``; of each slice.
-        mesh: mesh axis name -> size. Slices are parts of the first axis.
-        slices: how many there are.
-        versions: of ``jax`` and the compiler.
-        partitioned: the program as the partitioner leaves it.
+        topology: the hardware of each slice, such as ``'v5e:2x4'``.
+        mesh: mesh axis name -> size. Slices are blocks of the first axis.
+        slices: the number of slices.
+        versions: the versions of ``jax`` and the compiler.
+        partitioned: the program after the partitioner.
         optimized: the program after all optimizations.
         tables: the texts of `TABLES`.
         memory: ``memory_analysis()``, name -> bytes.
-        executable: what ``Compiled.as_text()`` printed; *optimized* where a second reader found the same in
-            both.
+        executable: the text of ``Compiled.as_text()``, or *optimized* if a second reader found no difference
+            between them.
         seconds: CPU seconds of the compilation.
     """
 
@@ -54,12 +54,12 @@ class Recorded:
 
 
 def names() -> list[str]:
-    """The programs for TPUs that are recorded."""
+    """Returns the recorded programs for TPUs."""
     return _names(FOLDER)
 
 
 def gpu_names() -> list[str]:
-    """The programs for GPUs that are recorded."""
+    """Returns the recorded programs for GPUs."""
     return _names(FOLDER / 'gpus')
 
 
@@ -74,7 +74,7 @@ def file_of(name: str) -> Path:
 
 @functools.lru_cache(maxsize=4)
 def recorded(name: str) -> Recorded:
-    """The recorded compilation of a program."""
+    """Returns the recorded compilation of a program."""
     packed = file_of(name).read_bytes()
     content = {key: here(value) for key, value in json.loads(lzma.decompress(packed)).items()}
     content['executable'] = content['executable'] or content['optimized']

@@ -1,4 +1,4 @@
-"""Random headers of safetensors files: valid ones, and ones that are wrong in one or several places."""
+"""Random headers of safetensors files: valid ones, and ones with one or several errors."""
 
 import json
 import random
@@ -45,11 +45,11 @@ Pairs = list[tuple[str, Any]]
 
 
 class Object(list[Any]):
-    """A JSON object as pairs, so that a key may be there twice."""
+    """A JSON object as pairs, so that a key may occur twice."""
 
 
 def write(value: Any) -> str:
-    """JSON of values and `Object`."""
+    """Returns JSON of values and `Object`."""
     if isinstance(value, Object):
         return '{' + ','.join(f'{json.dumps(key)}:{write(item)}' for key, item in value) + '}'
     if isinstance(value, list):
@@ -58,7 +58,7 @@ def write(value: Any) -> str:
 
 
 def valid(rng: random.Random) -> tuple[Object, int]:
-    """A header, and the bytes of the tensors behind it."""
+    """Returns a header, and the bytes of the tensors after it."""
     entries, end = Object(), 0
     dtypes = list(BITS) if rng.random() < 0.9 else [*BITS, *SMALL_BITS]
     for i in range(rng.randint(0, 4)):
@@ -78,7 +78,7 @@ def valid(rng: random.Random) -> tuple[Object, int]:
 
 
 def anything(rng: random.Random, depth: int = 0) -> Any:
-    """A value of JSON."""
+    """Returns a JSON value."""
     kind = rng.randint(0, 8 if depth < 3 else 5)
     if kind < 3:
         return rng.choice(NUMBERS)
@@ -116,11 +116,11 @@ def _moved(numbers: Any, by: int) -> Any:
 
 
 def change_structure(rng: random.Random, header: Object) -> None:
-    """Changes one thing in a header that is JSON afterwards."""
+    """Changes one thing in a header and keeps it valid JSON."""
     tensor = _tensor(rng, header)
     kind = rng.randint(0, 12)
     if kind == 12:
-        # Tensors move together: a hole, an overlap, or nothing wrong where the first one is not there.
+        # Moves all later tensors: a hole, an overlap, or a valid header if the first tensor is missing.
         by = rng.choice((-8, -1, 1, 8))
         for pairs in [entry for _, entry in header if isinstance(entry, Object)][rng.randint(0, 2) :]:
             _set(pairs, 'data_offsets', lambda numbers: _moved(numbers, by))
@@ -131,7 +131,7 @@ def change_structure(rng: random.Random, header: Object) -> None:
     elif kind == 2 and header:
         header.pop(rng.randrange(len(header)))
     elif kind == 3:
-        # Of both, so that they often fit together.
+        # Changes both, so that they often match.
         for pairs in [entry for _, entry in header if isinstance(entry, Object)][:2]:
             _set(pairs, 'data_offsets', lambda numbers: _change_number(rng, numbers))
     elif tensor is None:
@@ -179,7 +179,7 @@ def change_text(rng: random.Random, text: bytes) -> bytes:
 
 
 def random_header(rng: random.Random) -> tuple[bytes, int]:
-    """A header, mostly a wrong one, and how many bytes follow it."""
+    """Returns a header, usually an invalid one, and the number of bytes after it."""
     header, size = valid(rng)
     for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
         change_structure(rng, header)

@@ -1,6 +1,6 @@
 """Samples of large tables of cases: `make test` runs every n-th case, and `make test-all` runs all.
 
-A test says ``@pytest.mark.sampled(5)`` where its cases are many variations of one behaviour.
+A test with many variations of one behaviour is marked ``@pytest.mark.sampled(5)``.
 """
 
 from collections import defaultdict
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.hookimpl(tryfirst=True)  # before -m leaves out slow cases; pytest-randomly has shuffled them before
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the cases of a sampled test as slow, apart from every n-th one."""
+    """Marks the cases of a sampled test as slow, except every n-th one."""
     tables: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker('sampled') and not item.get_closest_marker('slow'):

@@ -1,8 +1,8 @@
-"""A second reader of collectives, written another way than that of `scalax.plan`, to compare the two.
+"""An independent reader of collectives, to check the one of `scalax.plan`.
 
-It *runs* the program instead of multiplying trip counts: whole numbers are computed, arrays are nothing but
-their types, and each collective is counted when it is met. Along which mesh axes it runs is found by listing
-the groups of every set of axes. What it does not know is an assertion.
+It *runs* the program instead of multiplying trip counts: it computes integers, represents arrays by their
+types, and counts each collective as it executes. To find the mesh axes of a collective, it enumerates the
+groups of every set of axes. Unknown instructions fail an assertion.
 """
 
 import collections
@@ -27,7 +27,9 @@ SAME = ('copy', 'convert', 'bitcast', 'reshape', 'opt-barrier')
 
 
 def after_partitioning(lowered, **options):
-    """The HLO that the partitioner leaves, as the compiler writes it down, refused or not."""
+    """Returns the HLO after the partitioner from the compiler's dump, even if the compiler rejects the
+    program.
+    """
     with tempfile.TemporaryDirectory() as folder:
         dump = {
             'xla_dump_to': folder,
@@ -47,7 +49,7 @@ def after_partitioning(lowered, **options):
 
 
 def read(text, mesh):
-    """(kind, mesh axes) -> (how often, bytes of all executions), of a mesh given as name -> size."""
+    """Returns (kind, mesh axes) -> (executions, bytes of all executions), for a mesh given as name -> size."""
     reader = Reader(text, mesh)
     reader.run(reader.entry, [None] * 10_000)
     return {key: tuple(value) for key, value in reader.collectives.items()}
@@ -74,7 +76,7 @@ class Reader:
             words = re.findall(r'%([\w.\-]+)(?:#(\d+))?', inside)
             operands = [element(values.get(word), index) for word, index in words]
             if opcode == 'all-gather':
-                # The partitioner repeats them, one for each use; the compiler computes equal values once.
+                # The partitioner writes one per use; the compiler later merges equal values.
                 same = inside, type_, str(self.groups(rest)), re.search(r'dimensions=\{\d*\}', rest)[0]
                 if same in gathered:
                     continue
@@ -207,7 +209,7 @@ def product(numbers):
 
 
 def in_order(text):
-    """``[4,2]T(1,0)``: the numbers of a 4 x 2 table, read by columns."""
+    """``[4,2]T(1,0)``: returns the numbers of a 4 x 2 table, read by columns."""
     shape, turned = re.match(r'\[([\d,]+)\](?:T\(([\d,]+)\))?', text).groups()
     shape = [int(size) for size in shape.split(',')]
     turned = [int(axis) for axis in turned.split(',')] if turned else list(range(len(shape)))
@@ -219,7 +221,7 @@ def in_order(text):
 
 
 def along(mesh, axes):
-    """The devices of a mesh in groups: those of a group differ in their places along *axes* alone."""
+    """Returns the devices of a mesh in groups, within which positions differ along *axes* only."""
     groups = collections.defaultdict(list)
     for device, indices in enumerate(itertools.product(*map(range, mesh.values()))):
         groups[tuple(i for name, i in zip(mesh, indices, strict=True) if name not in axes)].append(device)

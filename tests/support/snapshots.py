@@ -1,8 +1,8 @@
 """Snapshot texts: `tests/snapshots` has a file for each test file, with the messages and tables it compares.
 
 A test calls ``snapshot(text)``, or ``with snapshot.raises(Kind)`` for the message of an error. The text is
-stored below a line with the name of the test; the second text of a test has a 2 behind the name. ``pytest
---rewrite-snapshots FILE`` writes what the tests of a file say now.
+stored below a line with the name of the test; the second text of a test has a 2 after the name. ``pytest
+--rewrite-snapshots FILE`` rewrites the texts of the tests in a file.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def snapshot_file(item: pytest.Item) -> SnapshotFile:
 
 
 class Snapshot:
-    """The fixture: compares the texts of one test, in the order of its calls, with the stored ones."""
+    """The fixture that compares the texts of a test, in the order of its calls, with the stored ones."""
 
     def __init__(self, item: pytest.Item) -> None:
         self._file, self._test, self._count = snapshot_file(item), item.name, 0
@@ -99,7 +99,7 @@ class Snapshot:
 
     @contextlib.contextmanager
     def raises(self, kind: type[Exception]) -> Iterator[None]:
-        """Compares the whole message of an error."""
+        """Compares the entire message of an error."""
         with pytest.raises(kind) as caught:
             yield
         self(caught.value)

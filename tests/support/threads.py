@@ -1,4 +1,4 @@
-"""Work in many threads at the same time, each of which has to end."""
+"""Runs work in many threads at the same time; each of them has to end."""
 
 import threading
 from collections.abc import Callable
@@ -9,9 +9,10 @@ LONGEST_S = 200
 
 
 def in_threads(work: Callable[[int], Any], count: int = COUNT) -> list[Any]:
-    """What `work(0)`, `work(1)`, ... return, each in a thread of its own; all begin at the same time.
+    """Returns the results of `work(0)`, `work(1)`, ..., each in a separate thread; all start at the same
+    time.
 
-    Raises what the first of them raises, and AssertionError if one does not end.
+    Raises the error of the first thread that failed, or AssertionError if one does not end.
     """
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}

@@ -1,4 +1,4 @@
-"""The seconds of one collective on a torus, for problems that are about that alone."""
+"""The time of a single collective on a torus."""
 
 import numpy as np
 
@@ -7,14 +7,14 @@ from scalax._planning.time.collective_time import collective_seconds
 
 
 def seconds(kind, array_bytes, hardware, shape, axes):
-    """One collective along axes of a mesh that is the torus itself; the first device's group.
+    """Returns the time of one collective along axes of a mesh that is the torus; the first device's group.
 
     Args:
         kind: the kind of the collective.
-        array_bytes: the bytes of the whole array of one group.
+        array_bytes: the bytes of the full array of one group.
         hardware: the hardware that has the torus.
-        shape: the lengths of its axes, which are called X, Y and Z.
-        axes: those along which the collective runs, such as ``'XY'``.
+        shape: the lengths of its axes, which are named X, Y and Z.
+        axes: the axes along which the collective runs, such as ``'XY'``.
     """
     mesh = dict(zip('XYZ', shape, strict=False))
     positions = positions_on_torus(mesh, mesh, hardware)

@@ -1,4 +1,4 @@
-"""Programs for TPUs that are not here, of every way to shard that people use: for tests of plans."""
+"""Programs for absent TPUs, with every common kind of sharding, for tests of plans."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STACKED = TreePathShardingRule(('up', P(None, 'fsdp', 'tp')), ('down', P(None, '
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One program: what makes it, over which mesh of which topology."""
+    """One program: the function that makes it, its mesh and its topology."""
 
     make: Callable[[MeshShardingHelper], Step]
     topology: str
@@ -61,7 +61,7 @@ def two_products(helper: MeshShardingHelper) -> Step:
 
 
 def block(helper: MeshShardingHelper) -> Step:
-    """A feed-forward block, split by columns and by rows."""
+    """A feed-forward block, column-parallel then row-parallel."""
     rule = TreePathShardingRule(('up', P(None, 'tp')), ('down', P('tp')))
     fun = helper.sjit(
         lambda p, x: jax.nn.relu(x @ p['up']) @ p['down'],
@@ -72,7 +72,7 @@ def block(helper: MeshShardingHelper) -> Step:
 
 
 def gathered(helper: MeshShardingHelper) -> Step:
-    """Weights that are gathered before they are used, without a loop."""
+    """Weights that are gathered before use, without a loop."""
 
     def forward(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         for name in sorted(params):
@@ -127,7 +127,7 @@ def _mlp(spec: P, x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
 
 
 def fsdp(helper: MeshShardingHelper, checkpoint: bool = True) -> Step:
-    """Fully sharded data parallel training over all axes of the mesh, rows followed by hand."""
+    """Fully sharded data parallel training over all axes of the mesh, with constraints on activations."""
     axes = tuple(helper.axis_names)
     rule = FSDPShardingRule(axes, min_fsdp_size=1).stacked()
     layer = functools.partial(_mlp, P(axes))
@@ -138,18 +138,18 @@ def fsdp(helper: MeshShardingHelper, checkpoint: bool = True) -> Step:
 
 
 def fsdp_saved(helper: MeshShardingHelper) -> Step:
-    """The same, with activations that are saved and not computed again."""
+    """The same without rematerialization of activations."""
     return fsdp(helper, checkpoint=False)
 
 
 def fsdp_tp(helper: MeshShardingHelper) -> Step:
-    """Weights over two axes."""
+    """Weights sharded over two axes."""
     layer = functools.partial(_mlp, P('fsdp'))
     return _train(helper, layer, STACKED, _stack(8, 2048), _rows(helper, ('fsdp',), 2048), P('fsdp'))
 
 
 def sequence_parallel(helper: MeshShardingHelper) -> Step:
-    """Between the products, sequences are split over the axis of the weights."""
+    """Between matmuls, sequences are sharded over the axis of the weights."""
 
     def layer(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
         normed = x / (1e-3 + jnp.abs(x).max(-1, keepdims=True))
@@ -181,7 +181,7 @@ def zero_1(helper: MeshShardingHelper) -> Step:
 
 
 def offloaded(helper: MeshShardingHelper) -> Step:
-    """Activations wait for the way back in the memory of the host."""
+    """Activations are kept in host memory until the backward pass."""
     from jax.ad_checkpoint import checkpoint_name
 
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -205,7 +205,7 @@ def offloaded(helper: MeshShardingHelper) -> Step:
 
 
 def nested_loops(helper: MeshShardingHelper) -> Step:
-    """A scan in a scan; the inner one gathers a weight each time."""
+    """A scan inside a scan; the inner one gathers a weight in each iteration."""
 
     def forward(w: jax.Array, x: jax.Array) -> jax.Array:
         def inner(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
@@ -218,7 +218,7 @@ def nested_loops(helper: MeshShardingHelper) -> Step:
 
 
 def branches(helper: MeshShardingHelper) -> Step:
-    """In each of six layers one of two branches runs; both gather a weight."""
+    """Each of six layers runs one of two branches; both gather a weight."""
 
     def forward(w: dict[str, jax.Array], x: jax.Array, flags: jax.Array) -> jax.Array:
         def layer(x: jax.Array, both: Any) -> tuple[jax.Array, None]:
@@ -234,7 +234,7 @@ def branches(helper: MeshShardingHelper) -> Step:
 
 
 def switch(helper: MeshShardingHelper) -> Step:
-    """One of four products of different sizes, which an argument chooses."""
+    """One of four matmuls of different sizes, selected by an argument."""
 
     def forward(i: jax.Array, w: list[jax.Array], x: jax.Array) -> jax.Array:
         ways = [lambda w=w: jnp.tanh(x @ w).sum() for w in w]
@@ -246,7 +246,7 @@ def switch(helper: MeshShardingHelper) -> Step:
 
 
 def up_to(helper: MeshShardingHelper) -> Step:
-    """``while i <= 7: i += 2``: four rounds."""
+    """``while i <= 7: i += 2``: four iterations."""
 
     def forward(w: jax.Array, x: jax.Array) -> jax.Array:
         def body(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -259,7 +259,7 @@ def up_to(helper: MeshShardingHelper) -> Step:
 
 
 def accumulated(helper: MeshShardingHelper) -> Step:
-    """The gradient of a batch in four parts."""
+    """The gradient of a batch in four microbatches."""
 
     def step(params: dict[str, jax.Array], x: jax.Array) -> Any:
         def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -282,7 +282,7 @@ def accumulated(helper: MeshShardingHelper) -> Step:
 
 
 def rings(helper: MeshShardingHelper) -> Step:
-    """Ring attention: keys and values go around; forward and back."""
+    """Ring attention: keys and values circulate, in both passes."""
 
     def step(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         attend = ring_attention.sharded_attention(helper)
@@ -293,7 +293,7 @@ def rings(helper: MeshShardingHelper) -> Step:
 
 
 def experts(helper: MeshShardingHelper) -> Step:
-    """A layer of experts with its gradient: tokens go to their experts and back."""
+    """A layer of experts with its gradient: tokens move to their experts and back."""
     count = helper.mesh.shape['expert']
     params = jax.eval_shape(
         functools.partial(expert_parallel.init_params, experts=2 * count, width=512, hidden=2048),
@@ -309,7 +309,7 @@ def experts(helper: MeshShardingHelper) -> Step:
 
 
 def by_hand(helper: MeshShardingHelper) -> Step:
-    """Every collective that shard_map has."""
+    """All collectives available in shard_map."""
     a, b, c = helper.axis_names
 
     def each(x: jax.Array) -> jax.Array:
@@ -324,13 +324,13 @@ def by_hand(helper: MeshShardingHelper) -> Step:
 
 
 def resharded(helper: MeshShardingHelper) -> Step:
-    """Rows become columns."""
+    """Sharding by rows becomes sharding by columns."""
     fun = helper.sjit(lambda x: x * 2, in_shardings=P('fsdp'), out_shardings=P(None, 'fsdp'))
     return fun, (array(4096, 4096),)
 
 
 def rolled(helper: MeshShardingHelper) -> Step:
-    """Three rows wander over to the next device; the last device's part is smaller: padding."""
+    """Each device sends three rows to the next; the last device's shard is smaller, so it is padded."""
     fun = helper.sjit(lambda x: jnp.roll(x, 3, 0) + 1, in_shardings=P('fsdp'), out_shardings=P('fsdp'))
     return fun, (array(4096, 4096),)
 
@@ -346,7 +346,7 @@ def stencil(helper: MeshShardingHelper) -> Step:
 
 
 def pallas(helper: MeshShardingHelper, metadata: dict[str, str] | None = None) -> Step:
-    """A kernel of the user's between two products, with attributes of its own."""
+    """A user's kernel between two matmuls, with attributes."""
     from jax.experimental import pallas as pl
 
     def kernel(x: Any, out: Any) -> None:
@@ -382,7 +382,7 @@ SMALL = plan_llama.Llama3(width=1024, layers=4, heads=8, kv_heads=4, vocabulary=
 
 
 def decoder(helper: MeshShardingHelper, model: ModelConfig = SMALL) -> Step:
-    """The training step of examples/llama, all its activations placed by name."""
+    """The training step of examples/llama, with all activations constrained by name."""
     return plan_llama.make_step(helper, model, plan_llama.catalogue.TENSOR_PARALLEL)
 
 
@@ -398,7 +398,7 @@ def llama_70b(helper: MeshShardingHelper) -> Step:
 
 
 def parked(helper: MeshShardingHelper) -> Step:
-    """The state of the optimizer stays in the memory of the host between steps."""
+    """The optimizer state stays in host memory between steps."""
     spec = P('fsdp', 'tp')
     host = jax.sharding.NamedSharding(helper.mesh, spec, memory_kind='pinned_host')
 
@@ -417,7 +417,7 @@ def parked(helper: MeshShardingHelper) -> Step:
 
 
 def product(helper: MeshShardingHelper) -> Step:
-    """Each group of fsdp has two GPUs of each of two hosts, and gathers half of the weights: 16 MiB."""
+    """Each group of fsdp has two GPUs on each of two hosts, and gathers half of the weights: 16 MiB."""
     step = helper.sjit(
         lambda w, x: x @ w, in_shardings=(P('fsdp', 'tp'), P('fsdp')), out_shardings=P('fsdp', 'tp')
     )
@@ -425,7 +425,7 @@ def product(helper: MeshShardingHelper) -> Step:
 
 
 def convolutions(helper: MeshShardingHelper) -> Step:
-    """A step of a small convolutional network with strides, whose batch is sharded."""
+    """A step of a small convolutional network with strides, and a sharded batch."""
 
     def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
         for w in params:
@@ -472,9 +472,9 @@ def vision(helper: MeshShardingHelper) -> Step:
 
 
 def attention(helper: MeshShardingHelper) -> Step:
-    """Attention of fewer keys and values than queries: by cuDNN on GPUs, elsewhere in plain JAX.
+    """Attention with fewer key and value heads than query heads: by cuDNN on GPUs, otherwise in plain JAX.
 
-    Both compute the scores anew on the way back.
+    Both recompute the scores in the backward pass.
     """
     on_gpus = helper.mesh.devices.flat[0].platform == 'gpu'
 

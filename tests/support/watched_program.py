@@ -1,4 +1,4 @@
-"""A training of several processes that gets stuck after step 12, in the way that its argument names.
+"""A training of several processes that gets stuck after step 12, in the way named by its argument.
 
     python tests/support/watched_program.py HOW [step_timeout]
 

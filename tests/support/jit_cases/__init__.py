@@ -1,8 +1,8 @@
-"""A table of cases that `jax.jit` and `sjit` are both run through.
+"""A table of cases that run with both `jax.jit` and `sjit`.
 
-A case is a function of the wrapper, ``jit``, that gives back what a user would look at. It makes its own
-functions, so that nothing of one run is in the caches of the other, and may call `traced` in them. The
-modules beside this one hold the cases by subject; `compare` says what is compared.
+A case is a function of the wrapper, ``jit``, that returns the values that a user would look at. It creates
+its functions itself, so that runs share no cache entries, and may call `traced` in them. The modules next to
+this one contain the cases by subject; `compare` compares them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ TRACES: list[Any] = []
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One behaviour.
+    """One behaviour of jax.jit.
 
     Attributes:
         name: subject and function.
-        run: takes the wrapper, and gives what is compared.
+        run: maps the wrapper to the values to compare.
         meant: the aspects (see `compare`) in which sjit differs on purpose, each with the name of the
             difference in docs/sjit.md, "Differences from jax.jit", in lower case.
         defect: why sjit differs although it should not; the case is then expected to fail.
-        raises: whether ``jax.jit`` ends in an error; the classes of both are compared.
+        raises: whether ``jax.jit`` raises an error; the classes of both errors are compared.
         explicit: whether the axes of the mesh are Explicit, and the mesh is set.
-        since, until: the JAX versions, both included, on which the case is run.
+        since, until: the first and the last JAX version on which the case runs.
     """
 
     name: str
@@ -53,14 +53,14 @@ class Case:
 
     @property
     def exists(self) -> bool:
-        """Whether the installed version of JAX is one on which the case is run."""
+        """Whether the case runs on the installed version of JAX."""
         return self.since <= jax.__version_info__ <= self.until
 
 
 def case(
     function: Callable[..., Any] | None = None, *, variants: Mapping[str, Any] | None = None, **fields: Any
 ) -> Any:
-    """Adds a function to the table; with *variants* once for each value, which is its second argument."""
+    """Adds a function to the table, or one case per value of *variants*, which is its second argument."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         name = f'{function.__module__.rpartition(".")[2]}-{function.__name__}'
@@ -79,17 +79,17 @@ def _bound(function: Callable[..., Any], value: Any) -> Callable[[Any], Any]:
 
 
 def traced(mark: Any = None) -> None:
-    """Called by the function of a case: counts how often it is run as Python code."""
+    """Counts traces: the function of a case calls it each time it runs as Python code."""
     TRACES.append(mark)
 
 
 def on(*spec: Any, helper: MeshShardingHelper = HELPER) -> NamedSharding:
-    """A sharding on the mesh of the cases."""
+    """Returns a sharding on the mesh of the cases."""
     return NamedSharding(helper.mesh, P(*spec))
 
 
 def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> type[Exception] | None:
-    """The class of what a call raises; None if it succeeds."""
+    """Returns the class of the error that a call raises, or None."""
     try:
         function(*args, **kwargs)
     except Exception as error:

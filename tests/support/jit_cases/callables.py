@@ -1,4 +1,4 @@
-"""Callables: what can be compiled, and what it then looks like."""
+"""Callables: the kinds of objects that can be compiled, and the attributes of the result."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def partial_of_a_compiled_one(jit):
 
 
 class Model:
-    """Holds what methods use."""
+    """A class with methods to compile."""
 
     factor = 3.0
 
@@ -175,7 +175,7 @@ def callable_object(jit):
 @case(meant={'error': 'accepted inputs'}, raises=True)
 def callable_object_that_cannot_be_hashed(jit):
     class Unhashable(Model):
-        __hash__ = None  # as Python itself does beside __eq__
+        __hash__ = None  # as Python does for classes with __eq__
 
         def __eq__(self, other):
             return False

@@ -1,4 +1,4 @@
-"""Call conventions: how arguments arrive, and what can be compiled."""
+"""Call conventions: positional and keyword arguments, defaults, and types that can be compiled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.support.jit_cases import X, case, error_of, traced
 
 
 def make_weighed():
-    """A function that tells all its arguments apart."""
+    """Returns a function whose result distinguishes all its arguments."""
 
     def weighed(a, b=2.0, *rest, c=3.0, **named):
         traced()
@@ -104,7 +104,7 @@ def keyword_only_by_position(jit):
 
 @case
 def default_that_is_no_array(jit):
-    def pick(a, how='sum', table={'sum': jnp.sum}):  # noqa: B006 - a default that is no array is the case
+    def pick(a, how='sum', table={'sum': jnp.sum}):  # noqa: B006 - the case is a default that is not an array
         return table[how](a)
 
     return jit(pick)(X)

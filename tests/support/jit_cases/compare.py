@@ -1,4 +1,4 @@
-"""What `jax.jit` and `sjit` did in a case, aspect by aspect."""
+"""Compares the behaviour of `jax.jit` and `sjit` in a case, aspect by aspect."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 
 from tests.support.jit_cases import EXPLICIT, HELPER, TRACES, Case
 
-_NANS = 'Invalid nan value encountered'  # JAX says so once for each jaxpr in which it looks for the nan
+_NANS = 'Invalid nan value encountered'  # JAX logs this once for each jaxpr in which it searches for the NaN
 
 
 def differences(case: Case) -> dict[str, tuple[Any, Any]]:
-    """The aspects in which they differ, each with what `jax.jit` and what `sjit` gave."""
+    """Returns the aspects in which they differ, with the values of `jax.jit` and `sjit`."""
     helper = EXPLICIT if case.explicit else HELPER
     of_sjit, of_jax = (_observed(case, jit, helper.mesh) for jit in (helper.sjit, jax.jit))
     assert (of_jax['error'] is not None) == case.raises, f'jax.jit: {of_jax["error"]}'
@@ -31,8 +31,8 @@ def _observed(case: Case, jit: Any, mesh: jax.sharding.Mesh) -> Mapping[str, Any
     """Runs a case through one wrapper.
 
     The aspects: ``error``, its class; ``tree``, the structure of the result; ``values``, ``types``
-    (dtypes, weak types, shapes, kinds of objects) and ``shardings`` of its leaves; ``traces``, how often the
-    user's code ran; ``warnings``, their classes; ``output``, the printed lines.
+    (dtypes, weak types, shapes, kinds of objects) and ``shardings`` of its leaves; ``traces``, the number of
+    runs of the user's code; ``warnings``, their classes; ``output``, the printed lines.
     """
     TRACES.clear()
     error, result, printed = None, None, io.StringIO()
@@ -82,7 +82,7 @@ def _type(leaf: Any) -> Any:
 
 
 def _sharding(leaf: Any) -> Any:
-    """Where a leaf is: equal for shardings that place it in the same way."""
+    """Returns a sharding in a form in which equivalent shardings are equal."""
     sharding = getattr(leaf, 'sharding', None)
     if not isinstance(sharding, jax.sharding.Sharding):
         return None

@@ -1,4 +1,4 @@
-"""JAX's own settings around a call, and caches."""
+"""JAX settings around a call, and caches."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from tests.support.jit_cases import M, X, case, error_of, on, traced
 
 
 def gone(*arrays):
-    """Which arrays are deleted."""
+    """Returns which arrays are deleted."""
     return [array.is_deleted() for array in arrays]
 
 
 def fresh(values=X, *spec):
-    """An array of its own: uncommitted, or placed."""
+    """Returns a new array: uncommitted, or sharded."""
     return jax.device_put(values, on(*spec)) if spec else jnp.array(values)
 
 
@@ -34,7 +34,7 @@ def named(jit, options):
     return out, gone(a, b)
 
 
-@case(since=(0, 12))  # before, jax.jit does not know which one is meant, and donates nothing
+@case(since=(0, 12))  # earlier versions of jax.jit cannot resolve it, and donate nothing
 def negative_number(jit):
     a, b = fresh(), fresh(2 * X)
     out = jit(lambda a, b: a + b, donate_argnums=-2)(a, b)

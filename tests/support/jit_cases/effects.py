@@ -263,7 +263,7 @@ def token_made_inside(jit):
 
 @dataclasses.dataclass(frozen=True)
 class Halves:
-    """A value that is two arrays for the compiler."""
+    """A value that the compiler sees as two arrays."""
 
     low: jax.Array
     high: jax.Array
@@ -271,7 +271,7 @@ class Halves:
 
 @functools.cache
 def registered_halves():
-    """The type of `Halves`, registered once."""
+    """Returns the type of `Halves`, registered once."""
     from jax.experimental import hijax
 
     @dataclasses.dataclass(frozen=True)

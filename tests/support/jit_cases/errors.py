@@ -1,4 +1,4 @@
-"""Errors: those of the function, those of tracing, and what is left behind."""
+"""Errors of functions and of tracing, and the state after them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.jit_cases import M, X, case, error_of, on, traced
 
 
 class Boom(Exception):
-    """What a user's function raises."""
+    """An error of a user's function."""
 
 
 def message(function, *args, **kwargs):
-    """The class and the words of what a call raises."""
+    """Returns the class and the words of the error that a call raises."""
     with pytest.raises(BaseException) as caught:
         function(*args, **kwargs)
     return caught.type.__name__, str(caught.value).splitlines()[0]

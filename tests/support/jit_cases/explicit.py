@@ -18,7 +18,7 @@ on = functools.partial(on_helper, helper=EXPLICIT)
 
 
 def put(values, *spec):
-    """A placed array."""
+    """Returns a sharded array."""
     return jax.device_put(values, on(*spec))
 
 

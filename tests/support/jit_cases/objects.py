@@ -17,7 +17,7 @@ from tests.support.jit_cases import M, X, case, error_of, traced
 
 
 def module_level(x, y=1.0):
-    """A function that can be found by its name."""
+    """A function that can be found by its qualified name."""
     return x + y
 
 
@@ -115,7 +115,7 @@ def as_a_class_attribute(jit):
 
 
 def made_with_something_held(jit):
-    """A function that was called, and a weak reference to an object that it closes over."""
+    """Returns a function that was called, and a weak reference to an object that it closes over."""
 
     class Held:
         pass

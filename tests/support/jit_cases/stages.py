@@ -1,4 +1,4 @@
-"""Ahead of time: trace, lower, compile, what stages say, and export."""
+"""Ahead-of-time compilation: trace, lower, compile, attributes of stages, and export."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ STRUCT = jax.ShapeDtypeStruct((8,), jnp.float32)
 
 
 def infos(tree):
-    """What stages say about arguments and outputs, in a form that can be compared."""
+    """Returns a stage's information about arguments and outputs in a comparable form."""
     return jax.tree.map(lambda info: (info.shape, str(info.dtype), getattr(info, 'donated', None)), tree)
 
 
 def make_f():
-    """A function with defaults and keywords."""
+    """Returns a function with defaults and keywords."""
 
     def f(a, b=2.0, *, c=None):
         traced()

@@ -1,4 +1,4 @@
-"""Static arguments: how they are named, and which values are the same."""
+"""Static arguments: how they are selected, and which values are equal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.jit_cases import M, X, case, error_of, traced
 
 
 def make_repeated():
-    """A function whose second and third arguments cannot be traced."""
+    """Returns a function whose second and third arguments cannot be traced."""
 
     def repeated(x, n, how='sum', *rest, scale=1):
         traced((n, how, scale))
@@ -182,7 +182,7 @@ def unhashable_default_is_left_out(jit):
 
 
 class Counted:
-    """Equal by value; counts what the caches ask of it."""
+    """A value with equality that counts the calls of the caches."""
 
     def __init__(self, n):
         self.n = n
@@ -244,7 +244,7 @@ def hash_that_raises(jit):
 
 
 class Colour(enum.Enum):
-    """Static by nature."""
+    """A value that can only be static."""
 
     RED = 1
     BLUE = 2
@@ -258,7 +258,7 @@ def enum_member(jit):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """As trainers have it."""
+    """A configuration like those of training scripts."""
 
     width: int = 2
     name: str = 'a'

@@ -1,4 +1,4 @@
-"""Transformations: of a compiled function, and inside of one."""
+"""Transformations of a compiled function, and inside one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ V = np.linspace(0.5, 2, 3, dtype=np.float32)
 
 
 def make_loss():
-    """A function with a scalar output that counts its traces."""
+    """Returns a function with a scalar output that counts its traces."""
 
     def loss(w, x=V, *, scale=1.0):
         traced()
@@ -116,7 +116,7 @@ def grad_of_static(jit):
 
 
 def make_custom_vjp():
-    """A function whose gradient is told apart from the true one."""
+    """Returns a function with a custom gradient that differs from the true one."""
 
     @jax.custom_vjp
     def f(x):

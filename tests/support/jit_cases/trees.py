@@ -1,4 +1,4 @@
-"""Pytrees: containers, None, nodes of users, and what is no leaf."""
+"""Pytrees: containers, None, user-defined nodes, and objects that are not leaves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.jit_cases import M, X, case, error_of, traced
 
 
 class Pair(NamedTuple):
-    """As optimizer states are."""
+    """A named tuple, like an optimizer state."""
 
     first: Any
     second: Any = None
@@ -57,7 +57,7 @@ class Keyed(Node):
 
 @jax.tree_util.register_pytree_node_class
 class Checked(Node):
-    """A node that looks at its children."""
+    """A node that inspects its children."""
 
     def __init__(self, *children, label=0):
         assert all(hasattr(child, 'shape') for child in children), 'arrays only'

@@ -205,7 +205,7 @@ def float0(jit):
 
 
 class Boxed:
-    """An object that says how it is an array."""
+    """An object that converts itself to an array."""
 
     def __init__(self, value):
         self.value = value

@@ -1,5 +1,6 @@
-"""Published models of flax and equinox modules, by the parameter names that public code gives them.
+"""Published models as flax and equinox modules, with the parameter names of public code.
 
-Each file is a family, and builds trees of shapes at full size: nothing is allocated. Layers are unrolled,
-or stacked in the first dimension as for scan. Rotary embeddings are left out: they have no parameters.
+Each file contains a family, and builds trees of shapes at full size, without allocating arrays. Layers are
+unrolled, or stacked in the first dimension as for scan. Rotary embeddings are omitted: they have no
+parameters.
 """

@@ -1,4 +1,4 @@
-"""How does a module become a tree of shapes, with its layers unrolled or stacked?"""
+"""Builds the tree of shapes of a module, with its layers unrolled or stacked."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -10,24 +10,24 @@ DTYPE = jnp.bfloat16
 
 
 def linen(module, *inputs):
-    """The parameters of a linen module; inputs are (shape, dtype) pairs."""
+    """Returns the parameters of a linen module; inputs are (shape, dtype) pairs."""
     structs = [jax.ShapeDtypeStruct(*shape_and_dtype) for shape_and_dtype in inputs]
     return jax.eval_shape(module.init, jax.random.key(0), *structs)['params']
 
 
 def nnx_state(make):
-    """The parameters of the nnx module that `make` builds."""
+    """Returns the parameters of the nnx module that `make` builds."""
     return nnx.state(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param)
 
 
 def equinox(make):
-    """The arrays of the equinox module that `make` builds from a key."""
+    """Returns the arrays of the equinox module that `make` builds from a key."""
     module = eqx.filter_eval_shape(make, jax.random.key(0))
     return eqx.filter(module, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
 
 
 class Unrolled(nn.Module):
-    """Layers by their numbers, as in Hugging Face's collections of layers."""
+    """Layers named by their indices, as in Hugging Face's collections of layers."""
 
     layer: type[nn.Module]
     config: object
@@ -41,7 +41,7 @@ class Unrolled(nn.Module):
 
 
 def linen_layers(layer, config, count, stacked, name, x, *context, numbered='{name}/{number}'):
-    """Runs layers, inside a compact method, on x and what all of them see (`context`)."""
+    """Runs layers, inside a compact method, on x and the inputs that they share (`context`)."""
     if stacked:
         axes = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}, 'in_axes': nn.broadcast}
         return nn.scan(layer, length=count, **axes)(config, name=name)(x, *context)[0]
@@ -68,17 +68,17 @@ def dense(features, name, bias=False):
 
 
 def split_heads(heads, head_dim, name):
-    """(in, heads, head_dim), as in MaxText and T5X."""
+    """Returns kernels (in, heads, head_dim), as in MaxText and T5X."""
     return nn.DenseGeneral((heads, head_dim), use_bias=False, param_dtype=DTYPE, name=name)
 
 
 def merge_heads(features, name):
-    """(heads, head_dim, out)."""
+    """Returns kernels (heads, head_dim, out)."""
     return nn.DenseGeneral(features, axis=(-2, -1), use_bias=False, param_dtype=DTYPE, name=name)
 
 
 class RMSNorm(nn.Module):
-    """A norm that calls its vector as its library does: nn.RMSNorm's is `scale`, Hugging Face's `weight`."""
+    """A norm whose vector has the library's name: nn.RMSNorm's is `scale`, Hugging Face's `weight`."""
 
     key: str = 'scale'
 

@@ -1,6 +1,6 @@
-"""Gemma 2 27B (Riviere et al., arXiv:2408.00118, tables 1 and 2), by Google DeepMind's names.
+"""Gemma 2 27B (Riviere et al., arXiv:2408.00118, tables 1 and 2), with Google DeepMind's names.
 
-By Hugging Face's names it is a LLaMA with two more norms a layer, and its words are its output layer.
+With Hugging Face's names it is a LLaMA with two more norms per layer and tied embeddings.
 """
 
 import dataclasses

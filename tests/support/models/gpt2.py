@@ -1,4 +1,4 @@
-"""GPT-2 XL (Radford et al., 2019, table 2): Hugging Face's names, on both layouts of its matrices.
+"""GPT-2 XL (Radford et al., 2019, table 2) with Hugging Face's names and both layouts of its matrices.
 
 Linen with Hugging Face's FlaxConv1D, whose kernels are (out, in), and with nn.Dense; equinox with
 MultiheadAttention.
@@ -17,7 +17,7 @@ from .llama import equinox_linear
 
 
 class Conv1D(nn.Module):
-    """A linear layer that keeps its kernel as (out, in)."""
+    """A linear layer that stores its kernel as (out, in)."""
 
     features: int
     name: str | None = None

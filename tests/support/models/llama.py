@@ -1,6 +1,6 @@
-"""LLaMA-3 (Grattafiori et al., arXiv:2407.21783, table 3), and what other decoders change of it.
+"""LLaMA-3 (Grattafiori et al., arXiv:2407.21783, table 3), and options for related decoders.
 
-Linen by Hugging Face's names, and by MaxText's, whose heads are a dimension; nnx and equinox by Hugging
+Linen with Hugging Face's names, and with MaxText's, whose heads are a dimension; nnx and equinox with Hugging
 Face's.
 """
 
@@ -18,7 +18,7 @@ from .build import DTYPE, RMSNorm, dense, merge_heads, split_heads
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """What a library calls the modules."""
+    """A library's names of the modules."""
 
     attention: str
     q: str
@@ -121,7 +121,7 @@ class Config:
     names: Names = HUGGING_FACE
     mlp: type[nn.Module] = Mlp  # or a mixture of experts
     after: tuple[str, str] | None = None  # Gemma 2's norms after attention and after the MLP
-    tied: bool = False  # the output layer is the table of words
+    tied: bool = False  # tied embeddings
 
 
 SIZES = {
@@ -174,7 +174,7 @@ def linen(config, stacked):
 
 
 def flax_nnx(config, stacked):
-    """The nnx.State of a model by Hugging Face's names."""
+    """Returns the nnx.State of a model with Hugging Face's names."""
     q, k = config.heads * config.head_dim, config.kv * config.head_dim
 
     def linear(inputs, outputs, rngs):
@@ -208,7 +208,7 @@ def flax_nnx(config, stacked):
 
 
 def equinox_linear(inputs, outputs, key, bias=False):
-    """Equinox keeps weights as (out, in)."""
+    """Returns a linear layer; Equinox stores weights as (out, in)."""
     return eqx.nn.Linear(inputs, outputs, use_bias=bias, dtype=DTYPE, key=key)
 
 
@@ -288,7 +288,7 @@ def equinox(config, stacked, mlp=EquinoxMlp):
 
 
 def linen_layer(layer=Layer, names=HUGGING_FACE):
-    """A small layer: (its parameters, a function of them and x); x is (sequence, features)."""
+    """Returns (parameters, function of them and x) of a small layer; x is (sequence, features)."""
     layer = layer(dataclasses.replace(SIZES['tiny'], names=names))
     params = jax.jit(layer.init)(jax.random.key(0), jnp.zeros((1, 8, SIZES['tiny'].d)))['params']
     return params, lambda params, x: layer.apply({'params': params}, x[None])[0][0]

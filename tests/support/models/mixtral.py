@@ -1,7 +1,7 @@
 """Mixtral 8x7B (Jiang et al., arXiv:2401.04088, table 1): each MLP of LLaMA is a mixture of experts.
 
-Linen by Hugging Face's names (an array for each expert), with experts stacked by ``nn.vmap``, and by those of
-MaxText (``MoeBlock_0``); equinox with experts stacked by ``filter_vmap``.
+Linen with Hugging Face's names (one array per expert), with experts stacked by ``nn.vmap``, and with
+MaxText's names (``MoeBlock_0``); equinox with experts stacked by ``filter_vmap``.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ EXPERTS = 8
 
 
 def mixed(logits, outputs):
-    """The two experts that the router likes best; outputs are (experts, ..., features)."""
+    """Combines the top two experts of the router; outputs are (experts, ..., features)."""
     best = jax.lax.top_k(logits, 2)[0][..., -1:]
     weights = jax.nn.softmax(jnp.where(logits >= best, logits, -jnp.inf), axis=-1)
     return jnp.einsum('...e,e...d->...d', weights, outputs)

@@ -1,7 +1,7 @@
 """T5 1.1 XXL (Raffel et al., arXiv:1910.10683; sizes: t5_1_1/xxl.gin of google-research/t5x).
 
-Linen by the names of Hugging Face, and of T5X's scalable models, whose heads are a dimension. The relative
-positions lie beside the layers, as in T5X.
+Linen with the names of Hugging Face, and of T5X's scalable models, whose heads are a dimension. The relative
+position biases are outside the layers, as in T5X.
 """
 
 import flax.linen as nn
@@ -51,7 +51,7 @@ class T5xLayer(nn.Module):
 
 
 class Part(nn.Module):
-    """A part of a Hugging Face layer: a norm, and what comes after it."""
+    """A sub-layer of a Hugging Face layer: a norm, and the module after it."""
 
     inside: str
 

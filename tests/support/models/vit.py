@@ -1,6 +1,7 @@
 """ViT-H/14 at 224 pixels (Dosovitskiy et al., arXiv:2010.11929, table 1).
 
-Linen by the names of big_vision, whose heads are a dimension, and of Hugging Face; equinox by eqxvision's.
+Linen with the names of big_vision, whose heads are a dimension, and of Hugging Face; equinox with
+eqxvision's.
 """
 
 import equinox as eqx
@@ -68,7 +69,7 @@ class BigVision(nn.Module):
 
 
 class Scope(nn.Module):
-    """Modules that only hold others, as most of Hugging Face's do."""
+    """A module that only contains others, like most of Hugging Face's."""
 
     inside: object
 
