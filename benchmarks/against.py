@@ -1,5 +1,4 @@
-"""This checkout of scalax compared with a release: both are timed against hand-written JAX, in separate
-processes.
+"""This checkout of scalax compared with a release; each is timed against hand-written JAX.
 
 One process cannot import two libraries of the same name. So each library is timed against hand-written JAX
 in its own process, call by call, and the table compares these ratios. The processes alternate,

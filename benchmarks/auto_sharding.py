@@ -1,5 +1,4 @@
-"""``--only auto_sharding``: the rule that `scalax.plan.autoshard` chooses for each model, compared with
-expert rules.
+"""``--only auto_sharding``: rules that `scalax.plan.autoshard` chooses, compared with expert rules.
 
 The expert rules are those of benchmarks/unchanged/tables.md and of `updates`, hand-written and partitioned,
 with several sizes of tp. The best rule has the smallest mean of the overlapped and serial roofline times.

@@ -56,9 +56,7 @@ def _decoder(model: Decoder, rows: int, recomputed: Recomputed) -> Make:
 
 
 def _llama(rows: int, **sizes: Any) -> Make:
-    """Returns the decoder of examples/llama in bfloat16, with attention in plain JAX and rematerialized
-    layers.
-    """
+    """Returns the decoder of examples/llama in bfloat16: plain JAX attention, rematerialized layers."""
     model = dataclasses.replace(plan_llama.LLAMA_1B, **sizes)
 
     def make(topology: str) -> tuple[MeshShardingHelper, Step]:

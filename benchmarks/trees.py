@@ -112,9 +112,7 @@ def sharding_trees(rounds: int) -> list[Row]:
 def _shard_and_gather(
     helper: MeshShardingHelper, tree: Tree, spec: PartitionSpec
 ) -> tuple[Callable[[Tree], Tree], Callable[[Tree], Tree]]:
-    """Returns functions that shard and gather a tree. scalax 0.2.5 has only functions per leaf, made
-    beforehand.
-    """
+    """Returns functions that shard and gather a tree. scalax 0.2.5 has one function per leaf."""
     if hasattr(helper, 'shard'):
         return lambda tree: helper.shard(tree, spec), helper.gather
     shard_fns, gather_fns = helper.make_shard_and_gather_fns(tree, spec)

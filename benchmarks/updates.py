@@ -1,4 +1,4 @@
-"""Models whose optimizer update moves more memory than the rest of their step, for ``--only auto_sharding``."""
+"""Models whose optimizer update moves more memory than the rest of the step (``--only auto_sharding``)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def wide_and_deep() -> Model:
 
 
 def gemma() -> Model:
-    """Returns a decoder with one large embedding for tokens and logits; float32 parameters, bfloat16 matmuls."""
+    """Returns a decoder with one large embedding for tokens and logits, in float32 with bfloat16 matmuls."""
 
     def init(key: jax.Array) -> Tree:
         params = decoders.init(key, GEMMA)

@@ -1,5 +1,4 @@
-"""Takes the screenshots of docs/images: the reports of docs/reports.md and of the planning pages, in a
-browser.
+"""Takes the screenshots of docs/images in a browser: reports, plans, a search.
 
 Usage, in the development environment: ``python scripts/docs_images.py``. It runs the Python blocks of
 docs/reports.md in a scratch folder, and takes screenshots of the report that they write, light and dark. If

@@ -115,9 +115,7 @@ FAULTS = [
 
 
 def measure(fault: Fault) -> tuple[float, str, str, str, str]:
-    """Returns the times until the other process named the faulty one and ended, both exit codes, and its last
-    message.
-    """
+    """Returns the times to the report and the end of the other process, exit codes, and its last message."""
     with tempfile.TemporaryDirectory() as folder, held_port() as port:
         code = f'ROOT, FOLDER = {str(ROOT)!r}, {folder + "/steps"!r}\n'
         code += TRAINING.replace('AT_STEP', fault.at_step)

@@ -91,9 +91,7 @@ def disturb(training: Training, kills: int, chance: random.Random, end: float) -
 
 
 def check_resumes(training: Training, kills: list[Kill]) -> int:
-    """Checks that each start continues from a complete checkpoint; returns the maximum number of repeated
-    steps.
-    """
+    """Checks that starts continue from complete checkpoints; returns the most steps repeated."""
     lines, most = training.lines(), 0
     for number, victim in enumerate(kills, 1):
         resumed = next(int(step) for step, entry in lines[victim.line :] if entry == 'resumed')

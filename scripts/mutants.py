@@ -149,9 +149,7 @@ def chosen_mutants(count: int, seed: int) -> list[Mutant]:
 
 
 def room_of(file: str) -> str:
-    """Returns the tests of a file: scalax/_planning/cost/flops.py -> tests/planning; scalax/errors.py ->
-    tests/test_errors.
-    """
+    """Returns the tests of a file: scalax/errors.py -> tests/test_errors."""
     *folders, name = file.removesuffix('.py').split('/')[1:]
     names = [folder.removeprefix('_') for folder in folders] or ['test_' + name.lstrip('_')]
     while len(names) > 1 and not Path(ROOT, 'tests', *names).is_dir():

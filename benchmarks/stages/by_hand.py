@@ -93,9 +93,7 @@ class Pipeline:
         return jax.tree_util.tree_map_with_path(placed, params)
 
     def dealt(self, rows: jax.Array) -> jax.Array:
-        """Splits rows [B, ...] over (stage, fsdp) into microbatches [M, B/M, ...], M/T per stage, without
-        communication.
-        """
+        """Splits rows [B, ...] over (stage, fsdp) into microbatches [M, B/M, ...] without communication."""
         parts, stages = self.parts, self.stages
         dealt = rows.reshape(stages, len(rows) // parts, parts // stages, *rows.shape[1:])
         return self.placed(jnp.swapaxes(dealt, 1, 2).reshape(parts, -1, *rows.shape[1:]), 'stage', 'fsdp')
@@ -104,9 +102,7 @@ class Pipeline:
         return constrain(x, NamedSharding(self.mesh, P(*spec)))
 
     def __call__(self, layer: Layer, layers: Weights, x: jax.Array) -> jax.Array:
-        """Applies all layers to microbatches [M, B/M, ...], which are sharded over stage and fsdp, as the
-        results are.
-        """
+        """Applies all layers to microbatches [M, B/M, ...] that are sharded over stage and fsdp."""
         run = functools.partial(self._stage, layer)
         specs = (P(None, 'stage'), P(None, 'stage'), P('stage'))
         mapped = jax.shard_map(
@@ -256,9 +252,7 @@ def loss(pipeline: Pipeline, config: ModelConfig, params: Params, tokens: jax.Ar
 def train_step(
     pipeline: Pipeline, config: ModelConfig, optimizer: optax.GradientTransformation, dtype: Any = 'bfloat16'
 ) -> tuple[Any, tuple[Any, Any]]:
-    """Returns a compiled step of (parameters, optimizer state) and tokens, and the shapes and shardings of
-    the former.
-    """
+    """Returns a compiled step of (parameters, optimizer state) and tokens, and structs of the former."""
 
     def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
         params, opt_state = state

@@ -1,5 +1,4 @@
-"""``--only stages``: LLaMA-3 with hand-written pipeline stages, compared with FSDP and HSDP on the same
-devices.
+"""``--only stages``: LLaMA-3 with hand-written pipeline stages, compared with FSDP and HSDP.
 
 The steps are planned for absent TPUs and GPUs, and not run. A line takes a few CPU seconds.
 """

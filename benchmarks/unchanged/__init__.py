@@ -1,3 +1,1 @@
-"""Models for one device, as their communities write them, and the annotations that an expert adds for many
-devices.
-"""
+"""Models for one device, and the annotations that an expert adds for many devices."""

@@ -38,7 +38,7 @@ class Draw:
         return self._scaled((size, size, inputs, outputs), size * size * inputs)
 
     def attention(self, layers: int, width: int, context: int | None = None) -> Tree:
-        """Draws four matrices; queries come from *width* features, keys and values from *context* features."""
+        """Draws four matrices: queries come from *width* features, keys and values from *context*."""
         context = width if context is None else context
         return {
             'query': self.normal(layers, width, width),

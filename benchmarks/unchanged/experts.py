@@ -1,6 +1,4 @@
-"""Mixture-of-experts decoders: one-hot dispatch, sorted tokens, dense experts, and experts over the batch
-axis.
-"""
+"""Mixture-of-experts decoders: one-hot dispatch, sorted tokens, dense experts, experts over a batch axis."""
 
 from __future__ import annotations
 
@@ -140,7 +138,7 @@ def route(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Array, jax.Ar
 
 
 def one_hot(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Array]:
-    """Treats rows as groups, (G, S, D). An expert processes C tokens of each group; the others are dropped."""
+    """Treats rows as groups, (G, S, D). An expert processes C tokens of each group and drops the others."""
     weights, chosen, uneven = route(x, w, s)
     length = x.shape[1]
     capacity = max(4, length * s.chosen * 5 // (4 * s.experts))
@@ -195,9 +193,7 @@ def dropless_by_row(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Arr
 
 
 def dense(x: jax.Array, w: Tree, s: Sizes) -> tuple[jax.Array, jax.Array]:
-    """Runs every expert on all tokens; results for tokens that did not choose the expert get a weight of
-    zero.
-    """
+    """Runs every expert on all tokens; tokens that did not choose the expert get a weight of zero."""
     weights, chosen, uneven = route(x, w, s)
     total = jnp.zeros_like(x)
     for expert in range(s.experts):

@@ -86,9 +86,7 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Attends with queries (B, Q, H, D), keys and values (B, K, G, D), and a mask that broadcasts to (B, Q,
-    K).
-    """
+    """Attends with queries (B, Q, H, D), keys and values (B, K, G, D), and a mask."""
     batch, length, heads, size = q.shape
     q = q.reshape(batch, length, k.shape[2], -1, size)
     scores = jnp.einsum('bqghd,bkgd->bghqk', q, k).astype('float32') / math.sqrt(size)

@@ -1,4 +1,4 @@
-"""Helpers that several test files share: checks that run in other processes, programs, oracles, the browser."""
+"""Helpers that several test files share: checks for other processes, programs, oracles, the browser."""
 
 from pathlib import Path
 

@@ -176,9 +176,7 @@ def check_process_that_cannot_copy_or_write() -> None:
 
 
 def check_orbax_alone_waits_for_a_failed_process() -> None:
-    """With Orbax's checkpointer, the other processes only get a timeout that does not name the failed
-    process.
-    """
+    """With Orbax's checkpointer, other processes get a timeout that does not name the failed process."""
     options = ocp.options.AsyncOptions(timeout_secs=3)
     checkpointer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), async_options=options)
 

@@ -246,9 +246,7 @@ class _Reader:
         return state
 
     def branch(self, line: _Line, operands: list[Any]) -> None:
-        """Runs all branches; counts collectives, matmuls and host transfers of the branch with the most of
-        each.
-        """
+        """Runs all branches; counts collectives, matmuls and transfers of the one with the most of each."""
         if 'branch_computations' in line.attributes:
             branches = re.findall(r'%([\w.\-]+)', line.attributes['branch_computations'])
         else:
@@ -364,7 +362,7 @@ class _Reader:
 
     @functools.cache  # noqa: B019 - a reader lives for one test
     def flops_of_library(self, line: _Line, target: str) -> int:
-        """Returns the FLOPs of a cuBLAS matmul or cuDNN convolution; the rest of its result is scratch space."""
+        """Returns the FLOPs of a cuBLAS matmul or cuDNN convolution; its result also has scratch space."""
         left, right, result = (*(self.module.shape(line, index) for index in (0, 1)), line.shape[0])
         if target.startswith('__cublas$'):
             numbers = json.loads(line.attributes['backend_config'])['gemm_backend_config']
@@ -379,7 +377,7 @@ class _Reader:
 
     @functools.cache  # noqa: B019 - a reader lives for one test
     def flops_of_attention(self, line: _Line, target: str) -> int:
-        """Returns the FLOPs of attention without a mask: each matmul has the size of the scores times a head."""
+        """Returns the FLOPs of unmasked attention: each matmul has the size of the scores times a head."""
         config = line.config()['cudnn_fmha_backend_config']
         assert config['mask_type'] == 'NO_MASK' and config['sliding_window_length'] == 0
         scores = math.prod(map(int, config['intermediate_tensor_shape']['dimensions']))
@@ -589,9 +587,7 @@ def in_order(text: str) -> list[int]:
 
 
 def axes_of(groups: list[list[int]], mesh: dict[str, int]) -> tuple[str, ...]:
-    """Returns the mesh axes along which the devices of any group differ; devices are row-major mesh
-    positions.
-    """
+    """Returns the mesh axes along which devices of any group differ; devices are row-major mesh positions."""
     different = set()
     for group in groups:
         for number, axis in enumerate(mesh):

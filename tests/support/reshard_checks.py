@@ -42,7 +42,7 @@ def x_of(dtype: str = 'float32') -> np.ndarray:
 
 
 def check_reshard_between_meshes() -> None:
-    """The meshes have fewer, more, or other devices, or another order: disjoint, overlapping and equal sets."""
+    """Meshes with fewer, more or other devices, or another order: disjoint, overlapping, equal sets."""
     meshes = [
         (helper_of(range(8), 4, 2), P('a', 'b')),
         (helper_of(range(7, -1, -1), 2, 4), P('b', 'a')),

@@ -27,9 +27,7 @@ SAME = ('copy', 'convert', 'bitcast', 'reshape', 'opt-barrier')
 
 
 def after_partitioning(lowered, **options):
-    """Returns the HLO after the partitioner from the compiler's dump, even if the compiler rejects the
-    program.
-    """
+    """Returns the HLO after the partitioner from the compiler's dump, even if compiling fails."""
     with tempfile.TemporaryDirectory() as folder:
         dump = {
             'xla_dump_to': folder,
@@ -49,7 +47,7 @@ def after_partitioning(lowered, **options):
 
 
 def read(text, mesh):
-    """Returns (kind, mesh axes) -> (executions, bytes of all executions), for a mesh given as name -> size."""
+    """Returns (kind, mesh axes) -> (executions, bytes of all executions), for a mesh of name -> size."""
     reader = Reader(text, mesh)
     reader.run(reader.entry, [None] * 10_000)
     return {key: tuple(value) for key, value in reader.collectives.items()}

@@ -9,8 +9,7 @@ LONGEST_S = 200
 
 
 def in_threads(work: Callable[[int], Any], count: int = COUNT) -> list[Any]:
-    """Returns the results of `work(0)`, `work(1)`, ..., each in a separate thread; all start at the same
-    time.
+    """Returns the results of `work(0)`, `work(1)`, ... in separate threads that start together.
 
     Raises the error of the first thread that failed, or AssertionError if one does not end.
     """
