@@ -1,4 +1,4 @@
-"""cuDNN attention on local shards. JAX computes primitives of the same names, since cuDNN may be missing."""
+"""cuDNN attention on local shards. The tests define primitives of the same names: cuDNN may be missing."""
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +135,7 @@ def test_dependent_examples_are_gathered(name):
 
 @pytest.mark.parametrize('name', ['plain', 'a bias for all'])
 def test_another_axis_shards_the_heads(name):
-    """They come out of products over tp."""
+    """Heads come from matmuls over tp."""
 
     def fun(w, x):
         qkv = [jnp.einsum('btnh,nhk->btnk', x, w[name]) for name in 'qkv']

@@ -1,4 +1,4 @@
-"""Which arguments hold the batch, and how users specify them."""
+"""Which arguments are the batch, and how users specify them."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +30,7 @@ def axes(*args, fun=layer, **options):
         ({'in_shardings': (RULE, P(('data', 'fsdp')))}, ('data', 'fsdp')),
         ({'in_shardings': (RULE, P('fsdp', 'data'))}, ('data', 'fsdp')),
         ({'in_shardings': (RULE, P())}, ()),
-        ({'in_shardings': (P(), ROWS)}, ()),  # all by specs
+        ({'in_shardings': (P(), ROWS)}, ()),  # all by their specs
         ({'in_shardings': (RULE, ROWS), 'donate_argnums': 1}, ('fsdp',)),
         ({'args_sharding_constraint': (RULE, ROWS)}, ('fsdp',)),
         ({'in_shardings': (RULE, ROWS), 'args_sharding_constraint': (RULE, None)}, ('fsdp',)),
@@ -69,7 +69,7 @@ def test_batch_arguments(options, expected):
                 {'in_shardings': (RULE, None)},
                 {'in_shardings': None},
                 {'in_shardings': None, 'args_sharding_constraint': (None, P(P.UNCONSTRAINED))},
-                {'in_shardings': FSDPShardingRule()},  # leaves a small array whole
+                {'in_shardings': FSDPShardingRule()},  # replicates a small array
             )
         ),
     ],
@@ -81,7 +81,7 @@ def test_arguments_that_cannot_be_a_batch(options, message):
 
 
 def example_dims(compiled):
-    """The dimension of the examples of each argument of a step of four."""
+    """Returns the batch dimension of each argument of a step with four arguments."""
     batch = compiled._dispatcher.prepare(compiled._flatten((W, X, X), {'z': X}))[1].batch
     return [batch.example_dim(i) for i in range(4)]
 
@@ -119,7 +119,7 @@ def test_optional_batches():
 
 
 def test_rows_that_do_not_divide():
-    """The policy of the helper holds for explicit batches too, such as the last one of an epoch."""
+    """The policy of the helper applies to explicit batches too, such as the last one of an epoch."""
     helper = MeshShardingHelper([8], ['fsdp'], on_indivisible='replicate')
     step = helper.sjit(layer, in_shardings=(P(), ROWS), batch_argnums=1)
     assert [step.explain_propagation(W, X[:rows]).axes for rows in (16, 15)] == [('fsdp',), ()]

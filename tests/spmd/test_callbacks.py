@@ -177,7 +177,7 @@ def test_with_other_axes_callbacks_need_a_new_jax():
 
 
 def told_by(fun, *, helper, spec):
-    """The one warning about a step, without the folder of its line."""
+    """Returns the only warning about a step, without the folder of its line."""
     step = helper.sjit(fun, in_shardings=(P(), spec), batch_argnums=1)
     with pytest.warns(PartitioningWarning) as warned:
         step.trace(W, X)
@@ -189,7 +189,7 @@ FALLS_BACK = 'It runs as jax.jit runs it, and the compiler alone decides how act
 
 
 def test_steps_with_ordered_callbacks_are_not_partitioned():
-    """JAX itself refuses ordered callbacks on several devices."""
+    """JAX rejects ordered callbacks on several devices."""
     helper, spec = MESHES['fsdp']
 
     def fun(w, x):
@@ -240,7 +240,7 @@ def test_inspected_shardings_are_the_placements(mesh):
     step = helper.sjit(fun, in_shardings=(FSDPShardingRule(min_fsdp_size=1), spec), batch_argnums=1)
     result = step(W, X)
     step(W, X)
-    batch = spec[0]  # the compiler asks in its own order
+    batch = spec[0]  # the compiler calls back in any order
     assert Counter(sharding.spec for sharding in shardings) == Counter(
         [P('fsdp'), P(), P(None, batch), P(batch)]
     )

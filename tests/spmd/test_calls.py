@@ -1,4 +1,4 @@
-"""Partitioned functions of all kinds, called in all ways: their results, traces and collectives."""
+"""Partitioned functions of all kinds, and all ways to call them: results, traces and collectives."""
 
 import contextlib
 import functools
@@ -72,7 +72,7 @@ def scaled(w, x, scale=2.0):
 
 
 def sjit(fun: Callable[..., Any], *args: Any, kwargs: dict[str, Any] | None = None, **options: Any) -> Any:
-    """A function, how it is compiled, and how it is called."""
+    """A function, its options, and its calls."""
     options = {'in_shardings': RULES, 'out_shardings': COLUMNS, **options}
     return lambda: (HELPER.sjit(fun, **options), args or (() if kwargs else (W, X)), kwargs or {})
 
@@ -128,7 +128,7 @@ CALLS = {
 @pytest.mark.parametrize('create', CALLS.values(), ids=CALLS)
 def test_functions_and_calls_of_all_kinds(create):
     step, args, kwargs = create()
-    step.clear_cache()  # equal functions share what they have traced
+    step.clear_cache()  # equal functions share traces
     result = step(*args, **kwargs)
     np.testing.assert_allclose(result, EXPECTED, rtol=1e-5, atol=1e-5)
     assert result.sharding.spec == COLUMNS
@@ -144,7 +144,7 @@ def test_plans_of_calls(name):
     """The plan counts the collectives of the call: a gather of the weight, an all-to-all of the columns."""
     step, args, kwargs = CALLS[name]()
     [totals] = HELPER.plan(step, *args, **kwargs).totals.values()
-    weight = {} if name == 'partial' else {'all-gather': W.nbytes}  # it closes over it
+    weight = {} if name == 'partial' else {'all-gather': W.nbytes}  # it closes over the weight
     assert totals == {**weight, 'all-to-all': X.nbytes}
 
 
@@ -171,7 +171,7 @@ def test_microbatch():
 
 @contextlib.contextmanager
 def compilations(name):
-    """The compilations of functions of this name until now."""
+    """Returns the number of compilations of functions with this name so far."""
     names = []
 
     def listen(event, seconds, **metadata):
@@ -187,7 +187,7 @@ def compilations(name):
 
 @pytest.mark.medium
 def test_nothing_is_traced_or_compiled_more_often():
-    """In calls of all sorts, one after the other, against a function that is not partitioned."""
+    """Compares calls of all kinds, one after the other, with a function that is not partitioned."""
     w, x = HELPER.shard(W, RULE), HELPER.shard(X, ROWS)
     counts = []
     for options in ({}, {'batch_argnums': ()}):
@@ -237,7 +237,7 @@ def test_without_jit():
     with jax.disable_jit():
         np.testing.assert_allclose(step(W, X), EXPECTED, rtol=1e-5, atol=1e-5)
         gradient = jax.grad(lambda w: step(w, X).sum())(W)
-        # These methods trace nevertheless.
+        # These methods still trace.
         assert (
             str(step.explain_propagation(W, X))
             == 'layer is not partitioned along its batch: jax.disable_jit is active'
@@ -273,7 +273,7 @@ def no_array(w, x):
 def test_errors_are_the_same_as_without_partitioning(fun):
     errors = []
     for options in ({}, {'batch_argnums': ()}):
-        with pytest.raises(Exception) as error:  # the two are compared
+        with pytest.raises(Exception) as error:  # compared with each other
             HELPER.sjit(fun, in_shardings=RULES, **options)(W, X)
         lines = [frame.lineno for frame in error.traceback if str(frame.path) == __file__]
         errors.append((type(error.value), str(error.value), lines[1:]))
@@ -342,7 +342,7 @@ def test_batches_of_all_shapes(name):
     step = GRID.sjit(fun, in_shardings=(RULE, *specs))
     report = step.explain_propagation(W, *batches)
     assert set(report.axes) == set(axes)
-    # Examples over different axes meet in a sum.
+    # A sum of examples that are sharded over different axes.
     expected = {'add'} if name == 'several arguments' else set()
     assert {row.primitive for row in report.gathered_examples} == expected
     with jax.default_matmul_precision('highest'):

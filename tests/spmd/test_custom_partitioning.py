@@ -1,4 +1,4 @@
-"""Operations with custom partitioning use it where examples would be gathered."""
+"""Operations with custom partitioning use it instead of gathering examples."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.medium
 
 
 def turned_twice(x):
-    """A function of each example, which seems to mix them."""
+    """A per-example function that appears to mix examples."""
     return jnp.sort(x[::-1], -1)[::-1]
 
 
@@ -87,7 +87,7 @@ def test_without_factors_for_all_dimensions_examples_are_gathered():
 
 
 def test_sums_of_gradients_are_reduced_to_where_weights_are():
-    """A function that the partitioner sees through runs in place, and not as the rule says."""
+    """A function that the partitioner can analyze runs in place, without its rule."""
 
     @sharded_op('b c, b d -> c d', reduction_factors=('b',))
     def gradient(ctx, x, g):

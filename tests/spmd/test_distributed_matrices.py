@@ -18,7 +18,7 @@ pytestmark = pytest.mark.medium
 
 @pytest.fixture(autouse=True)
 def free_exchanges(monkeypatch):
-    """As if collectives had no latency: these matrices are small."""
+    """Removes the latency of collectives, because these matrices are small."""
     monkeypatch.setattr(matrices, '_EXCHANGE_LATENCY', 0)
 
 
@@ -47,7 +47,7 @@ def loss(params, x):
 
 
 def numbers(params):
-    """Which dimensions are those of matrices."""
+    """Returns which dimensions are matrix dimensions."""
 
     def of(x):
         if isinstance(x, optax.MaskedNode):
@@ -58,7 +58,7 @@ def numbers(params):
 
 
 def newton_schulz(x):
-    """As many write it: without a loop, for one matrix."""
+    """The common form: without a loop, for one matrix."""
     x = x / (jnp.linalg.norm(x) + 1e-7)
     for _ in range(3):
         x = 1.5 * x - 0.5 * (x @ x.T) @ x
@@ -66,18 +66,18 @@ def newton_schulz(x):
 
 
 def inverse_root(x):
-    """As in Shampoo."""
+    """The inverse root of Shampoo."""
     values, vectors = jnp.linalg.eigh(x @ x.mT + jnp.eye(x.shape[-2]))
     return (vectors * values[..., None, :] ** -0.25) @ vectors.mT @ x
 
 
 def basis(x):
-    """As in SOAP."""
+    """The eigenvector basis of SOAP."""
     return jnp.linalg.qr(x @ x.mT + jnp.eye(x.shape[-2]))[0] @ x
 
 
 def whitened(x):
-    """With a factorization and the solution of triangular systems."""
+    """Uses a factorization, and solves triangular systems."""
     factor = jnp.linalg.cholesky(x @ x.mT + jnp.eye(x.shape[-2]))
     return jax.lax.linalg.triangular_solve(factor, x, left_side=True, lower=True)
 
@@ -88,7 +88,7 @@ def polar(x):
 
 
 def by_hand(transform):
-    """An optimizer that transforms the momentum of weights."""
+    """Returns an optimizer that transforms the momentum of weights."""
 
     def update(grads, state, params):
         momentum = jax.tree.map(lambda g, m: 0.9 * m + g, grads, state)
@@ -98,7 +98,7 @@ def by_hand(transform):
 
 
 def run_step(optimizer, params, mesh=FSDP, replicate=False):
-    """A training step on a mesh, its values, and those of one device."""
+    """Returns a training step on a mesh, its values, and the values of one device."""
 
     def step(state, x):
         params, opt_state = state
@@ -115,7 +115,7 @@ def run_step(optimizer, params, mesh=FSDP, replicate=False):
 
 
 def of_the_optimizer(step):
-    """How often a step runs each kind of collective that is of no gradient, and of no weight of a layer."""
+    """Counts the collectives of a step by kind, except those of gradients and layer weights."""
     counts = {}
     for row in step.collective_rows:
         if row.what not in ('gradient', 'sum') and row.primitive not in ('dot_general', 'mul'):
@@ -127,9 +127,9 @@ def of_the_optimizer(step):
 @pytest.mark.parametrize(
     ('layers', 'stacked', 'expected'),
     [
-        # Each of three stacks moves to whole matrices and back.
+        # Each of three stacks is resharded to entire matrices and back.
         (8, True, {'all_to_all': 6}),
-        # One stack of square matrices, and one of the others, some of which are transposed.
+        # One stack of square matrices, and one of the others, some of them transposed.
         (3, True, {'all_to_all': 4}),
         (3, False, {'all_to_all': 4}),
     ],
@@ -145,7 +145,7 @@ def test_muon_moves_each_matrix_twice(layers, stacked, expected):
 @pytest.mark.slow
 @pytest.mark.parametrize('transform', [newton_schulz, inverse_root, basis, whitened, polar])
 def test_custom_matrix_functions(transform):
-    """Where each layer has its own weights, three functions of each shape share the devices."""
+    """If each layer has separate weights, three functions of each shape share the devices."""
     step, run, one_device = run_step(by_hand(transform), initial(2, False))
     assert of_the_optimizer(step).keys() == {'all_to_all'}
     with jax.default_matmul_precision('highest'):
@@ -174,7 +174,7 @@ def test_replicas_of_shards():
 
 @pytest.mark.slow
 def test_replicated_weights(monkeypatch):
-    """Each device takes some matrices, which sends nothing, and all of them are gathered, if that pays."""
+    """Each device computes some matrices, without communication, and all are gathered, if that is faster."""
     optimizer = muon(1e-2, muon_weight_dimension_numbers=numbers)
     monkeypatch.setattr(matrices, 'SECONDS_PER_BYTE', 0)
     step, run, one_device = run_step(optimizer, initial(3, False), replicate=True)
@@ -192,7 +192,7 @@ def test_matrices_that_are_not_worth_a_collective(monkeypatch):
 
 
 def mixing(x):
-    """Each matrix, less the mean of all."""
+    """Subtracts the mean of all matrices."""
     y = x - jnp.mean(x, 0)
     return y @ y.mT @ y
 
@@ -215,12 +215,12 @@ def test_functions_that_mix_matrices(transform):
 
 
 def twice(x):
-    """A function of matrices of another one, and of the matrix."""
+    """Applies a function of matrices to its result plus a term of the matrix."""
     return newton_schulz(newton_schulz(x) + 0.1 * x @ jnp.ones((x.shape[1],) * 2))
 
 
 def with_own_keys(x):
-    """Under vmap, this generator draws all numbers of the first key."""
+    """Under vmap, this generator draws all numbers from the first key."""
     key = jax.random.fold_in(jax.random.key(0, impl='rbg'), jnp.int32(20 * x[0, 0]))
     return newton_schulz(x) + 0.1 * jax.random.normal(key, x.shape)
 
@@ -231,10 +231,10 @@ def with_callback(x):
 
 
 def until_it_stays(x):
-    """A branch that a matrix of zeros does not take, and whose loop would not end with one."""
+    """Has a branch that a zero matrix skips, since its loop would not end."""
 
     def changes(pair):
-        return ~(jnp.max(jnp.abs(pair[0] - pair[1])) < 0.1)  # always of nan
+        return ~(jnp.max(jnp.abs(pair[0] - pair[1])) < 0.1)  # for NaN
 
     def again(pair):
         return 1.5 * pair[0] - 0.5 * (pair[0] @ pair[0].T) @ pair[0], pair[0]
@@ -246,7 +246,7 @@ def until_it_stays(x):
 
 
 def with_a_scalar(x):
-    """The loop returns a scalar besides."""
+    """A loop that also returns a scalar."""
 
     def again(_, pair):
         return 1.5 * pair[0] - 0.5 * pair[0] @ pair[0].T @ pair[0], pair[1] * 2
@@ -256,7 +256,7 @@ def with_a_scalar(x):
 
 
 def one_by_one(x):
-    """A loop over the matrices of a stack."""
+    """Loops over the matrices of a stack."""
     return jax.lax.map(newton_schulz, jnp.stack([x, 2 * x])).sum(0)
 
 
@@ -265,7 +265,7 @@ UNLIKE = [twice, with_own_keys, with_callback, until_it_stays, with_a_scalar, on
 
 @pytest.mark.slow
 def test_functions_that_depend_on_the_size_of_the_stack():
-    """Each of two matrices, and one of zeros."""
+    """Two matrices, and a zero matrix."""
     params = [x['up'] for x in initial(2, False)]
 
     def step(params, x):

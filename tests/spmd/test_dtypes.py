@@ -94,7 +94,7 @@ def test_the_largest_complex_number_of_all_examples():
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 def test_sums_with_other_axes(dtype):
-    """XLA aborts on CPUs where it adds bfloat16 over some of the mesh axes."""
+    """XLA for CPUs aborts if it adds bfloat16 over only some of the mesh axes."""
     w, x = values(dtype, 8, 8), values(dtype, 16, 8)
 
     def fun(w, x):
@@ -125,7 +125,7 @@ def test_keys(impl):
 
 
 def test_gradients_of_integers():
-    """Such gradients have dtype float0, and take no memory."""
+    """Such gradients have dtype float0, and use no memory."""
 
     def fun(w, x):
         value, gradients = jax.value_and_grad(

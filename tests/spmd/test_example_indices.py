@@ -1,4 +1,4 @@
-"""Look-ups and updates at the index of the example: each device runs them on its own examples."""
+"""Lookups and updates at the index of the example: each device runs them on its local examples."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def windows(cache, keys, at):
 
 
 def layers(cache, keys, at):
-    """A loop over layers, differentiated: its backward pass takes the indices of the forward pass."""
+    """A loop over layers, differentiated: its backward pass reuses the indices of the forward pass."""
 
     def loss(cache, keys):
         def layer(carry, scale):

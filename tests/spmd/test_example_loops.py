@@ -25,7 +25,7 @@ def noisy(w, row_and_key):
 
 
 def until_small(w, row):
-    """Each example takes a number of rounds of its own."""
+    """Each example needs a different number of iterations."""
     return lax.while_loop(lambda r: jnp.max(jnp.abs(r)) > 0.1, lambda r: 0.5 * jnp.tanh(r @ w), row)
 
 
@@ -55,7 +55,7 @@ def called_back(row):
 
 
 def beam_search(w, x):
-    """Beams that a step chooses by index from those of the same example."""
+    """Each step selects beams by index among the beams of the same example."""
 
     def step(beams, _):
         scores = jnp.einsum('btd,de->bte', beams, w).sum(-1)
@@ -70,7 +70,7 @@ GATHERED = {'all_gather state gathered for scan': 1}
 SUM = {**GATHERED, 'all_reduce sum over examples for a result': 1}
 MAXIMUM = {**GATHERED, 'all_reduce maximum over examples for a result': 1}
 MINIMUM = {**GATHERED, 'all_reduce minimum over examples for a result': 1}
-# In the gradients, what comes from two weights is gathered twice.
+# In the gradients, values computed from two weights are gathered twice.
 LOOPS = {
     'map': (lambda w, x: lax.map(lambda row: layers(w, row), x), GATHERED),
     'keys': (lambda w, x: lax.map(lambda pair: noisy(w, pair), (x, keys())), GATHERED),
@@ -150,7 +150,7 @@ def test_gradients_of_a_map_are_reduced_once(fun, mesh):
 
 
 def test_examples_shard_one_axis_and_features_another():
-    """Along an axis that shards the features of an example, devices run the same rounds."""
+    """Devices along an axis that shards features run the same number of iterations."""
 
     def fun(w, x):
         x = lax.with_sharding_constraint(x, P('replica', 'fsdp'))
@@ -164,7 +164,7 @@ def test_examples_shard_one_axis_and_features_another():
     assert step.out_specs[1] == P('replica', 'fsdp')
 
 
-# Rounds that depend on each other.
+# Iterations that depend on each other.
 IN_ORDER = {
     'state': lambda w, x: lax.scan(lambda c, row: (jnp.tanh(c + row @ w), None), ZEROS, x)[0],
     'running sums': lambda w, x: lax.scan(lambda c, row: ((t := c + row @ w), t), ZEROS, x),

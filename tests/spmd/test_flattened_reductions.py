@@ -13,7 +13,7 @@ def array(*shape):
     return np.random.default_rng(sum(shape)).normal(size=shape).astype('float32')
 
 
-# The weight is stored in blocks of columns, whose rows are not in one piece when it is flattened.
+# The weight is sharded by columns, so its shards are not contiguous when it is flattened.
 W, V = array(8, 32), array(8, 32)
 
 
@@ -51,7 +51,7 @@ def test_reductions_gather_nothing(fun):
 
 
 def of_two_shapes(w, v):
-    """Elements meet others than those of their places."""
+    """Combines elements at different positions."""
     return jnp.sum(w.ravel() * v.T.ravel())
 
 

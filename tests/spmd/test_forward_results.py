@@ -28,18 +28,18 @@ def layers_loss(w, x):
 
 
 def apart(w, x):
-    """A loss over logits, which have a weight of their own."""
+    """A loss over logits with an untied output weight."""
     logits = layers(w['layers'], x) @ w['out']
     return jnp.mean(jax.nn.logsumexp(logits, -1)) / jnp.sum(jnp.abs(logits))
 
 
 def tied(w, x):
-    """The same with the weight of the embedding, whose gradient has two terms."""
+    """The same with the embedding as output weight, whose gradient has two terms."""
     return jnp.mean(jax.nn.logsumexp(layers(w['layers'], x @ w['in']) @ w['in'].T, -1))
 
 
 def squared(loss):
-    """A step that takes gradients twice."""
+    """A step that computes gradients twice."""
 
     def step(w, x):
         value, gradient = jax.value_and_grad(loss)(w, x)
@@ -49,7 +49,7 @@ def squared(loss):
 
 
 def with_momentum(loss):
-    """A step that adds gradients to state, or to what it computes of state."""
+    """A step that adds gradients to state, or to functions of state."""
 
     def step(w, x):
         value, gradient = jax.value_and_grad(loss)(w, x)
@@ -110,6 +110,6 @@ def test_results_of_the_backward_pass_may_be_computed_after_its_next_loop():
     step, run = partitioned(squared(two), state, array(16, 16))
     before, _ = eqns_before_the_last_loop(step)
     barriers = [eqn for eqn in before if eqn.primitive.name == 'optimization_barrier']
-    # The weight in between is gathered again behind a barrier of its own.
+    # The weight in between is gathered again after a separate barrier.
     assert sorted(len(eqn.invars) for eqn in barriers) == [1, 2]
     assert_equal(run(), jax.jit(squared(two))(state, array(16, 16)))

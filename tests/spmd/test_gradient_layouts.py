@@ -1,4 +1,4 @@
-"""Gradients of state without a specified result sharding are reduced to the layout of the state they meet."""
+"""Gradients without a specified result sharding are reduced to the layout of the state that they update."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def layers(w, x):
 
 
 def half(w, x):
-    """Weights are cast for the loss, and their gradients back."""
+    """Weights are cast for the loss, and their gradients are cast back."""
     w = jax.tree.map(lambda leaf: leaf.astype('bfloat16'), w)
     return flat(w, x.astype('bfloat16')).astype('float32')
 
@@ -43,7 +43,7 @@ def adam(loss):
 
 
 def looped(loss):
-    """An optimizer that updates the stack of layers in a loop, a layer at a time."""
+    """An optimizer that updates stacked layers in a loop, one at a time."""
 
     def step(state, x):
         w, moments = state

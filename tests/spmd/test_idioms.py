@@ -48,7 +48,7 @@ def tokens(x, count=16):
     return jnp.clip(jnp.abs(x * 4).astype(int), 0, count - 1)
 
 
-# Of a weight and examples: programs in which devices exchange no examples.
+# Programs of a weight and examples that exchange no examples.
 APART = {
     # Loops and branches
     'associative scan': lambda w, x: lax.associative_scan(jnp.add, x @ w, axis=1),
@@ -76,7 +76,7 @@ APART = {
     # Operations of users
     'sharded op': lambda w, x: scaled_norm(x @ w, 3.0),
 }
-# More of these, which other tests reach too.
+# More such programs, which other tests cover too.
 MORE = {
     'transposed convolution': lambda w, x: lax.conv_transpose(
         images(x), w[:3, :3, None, None], (2, 2), 'SAME'
@@ -104,7 +104,7 @@ MORE = {
 }
 # Programs with integers for results, or without a gradient.
 APART_WITHOUT_GRADIENT = {
-    # Devices run different numbers of rounds: on a mesh with other axes it is not partitioned.
+    # Devices run different numbers of iterations, so it is not partitioned on a mesh with other axes.
     'loop of each example': lambda w, x: jax.vmap(
         lambda r: lax.while_loop(lambda c: (c**2).sum() < 9, lambda c: c * 1.5 + 0.1, r)
     )(x @ w),
@@ -122,7 +122,7 @@ WITHOUT_GRADIENT = {
     ),
     'unused': lambda w, x: (w * 2, 3.0),
 }
-# Programs that mix examples, and the operations for which they are gathered or moved.
+# Programs that mix examples, and the operations that gather or move them.
 MIXED = {
     'one example': (lambda w, x: jax.hessian(lambda r: jnp.tanh(r @ w).sum())(x[0]), {'slice'}),
     'weight that an example chooses': (
@@ -170,7 +170,7 @@ MIXED = {
 
 
 def total(fun, w, x):
-    """A sum over the floating-point results of a function, each with a weight of its own; and the results."""
+    """Returns a weighted sum of the floating-point results of a function, and the results."""
     results = fun(w, x)
     floats = [leaf for leaf in map(jnp.asarray, jax.tree.leaves(results)) if leaf.dtype == jnp.float32]
     weights = [np.linspace(0.5, 1, leaf.size, dtype='f').reshape(leaf.shape) for leaf in floats]
@@ -178,7 +178,7 @@ def total(fun, w, x):
 
 
 def together(programs, others=()):
-    """A function of the values and gradients of programs, and of the values of others, by name."""
+    """Combines the values and gradients of programs, and the values of others, by name."""
 
     def run(w, x):
         results = {
@@ -191,12 +191,12 @@ def together(programs, others=()):
 
 
 def exchanged(step):
-    """The operations for which devices exchange examples, and their lines."""
+    """Returns the operations for which devices exchange examples, and their lines."""
     return {(row.primitive, row.line) for row in step.collective_rows if row.what == 'examples'}
 
 
 def check(fun, mesh):
-    """The step of a function, whose values are those of one device, by program."""
+    """Returns the step of a function whose values match one device, by program."""
     with jax.default_matmul_precision('highest'):
         step, run = partitioned(fun, W, X, mesh)
         expected = jax.jit(fun)(W, X)

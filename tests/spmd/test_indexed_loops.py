@@ -28,7 +28,7 @@ def pair(w, x):
     return lax.fori_loop(0, N, swapped, (x, x * 2))
 
 
-# Each takes the row of its round.
+# Each reads the row of its iteration.
 TAKEN = {
     'counted': counted,
     'numbers': lambda w, x: lax.map(lambda i: jnp.tanh(x[i] @ w), jnp.arange(N)),
@@ -73,7 +73,7 @@ TAKEN = {
         0, N, lambda i, c: c.at[i].set((x[i] @ w).sum()), jnp.zeros(N)
     ),
 }
-# Each takes other rows, or more of them.
+# Each reads other rows, or several rows.
 OTHERS = {
     'the last row first': lambda w, x: lax.map(lambda i: x[N - 1 - i] @ w, jnp.arange(N)),
     'counted the other way': lambda w, x: lax.scan(
@@ -146,7 +146,7 @@ def gradient(fun):
 
 
 def stacked(fun):
-    """A function with rows by number, and the indexing that is left in it."""
+    """Returns a function that indexes rows, and the indexing that remains after the rewrite."""
     before, jaxpr = None, jax.make_jaxpr(fun)(W, X)
     while jaxpr is not before:
         before, jaxpr = jaxpr, with_stacks(jaxpr)
@@ -194,7 +194,7 @@ def test_examples_in_another_order_are_reported(name):
 @pytest.mark.medium
 @pytest.mark.parametrize('take', [indexed, looked_up])
 def test_a_custom_gradient_is_kept(take):
-    """Also where the gradient is taken of the rewritten function."""
+    """Also if the rewritten function is differentiated."""
 
     def fun(w, x):
         return lax.map(jax.checkpoint(lambda i: take(x, i) @ w), jnp.arange(N))

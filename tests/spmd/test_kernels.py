@@ -35,7 +35,7 @@ def sines(x, kernel=sine, **options):
 
 
 def columns_in_order(order, x):
-    """Grid of rows and parts of columns; prefetched scalars choose which part comes first."""
+    """Grid of rows and blocks of columns; prefetched scalars select the first block."""
     in_spec = pl.BlockSpec((1, 8, 8), lambda i, j, order: (i, 0, order[j]))
     out_spec = pl.BlockSpec((1, 8, 8), lambda i, j, order: (i, 0, j))
     spec = pltpu.PrefetchScalarGridSpec(
@@ -46,7 +46,7 @@ def columns_in_order(order, x):
 
 
 def heads_and_scale(x, weights, scale):
-    """Grid of rows and heads, (B, H, S, D); the weights of a head, (H, D), and a scale for all."""
+    """Grid of rows and heads, (B, H, S, D); the weights of a head, (H, D), and a shared scale."""
     heads, size = x.shape[1], x.shape[3]
     part = pl.BlockSpec((None, None, *x.shape[2:]), lambda i, j: (i, j, 0, 0))
 
@@ -105,7 +105,7 @@ def accumulated(x, out):
 
 
 def summed(x):
-    """Adds up all rows in one block."""
+    """Sums all rows in one block."""
     all_rows = pl.BlockSpec((1, *x.shape[1:]), lambda i: (0, 0, 0))
     of = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
     row = pl.BlockSpec((1, *x.shape[1:]), lambda i: (i, 0, 0))
@@ -115,14 +115,14 @@ def summed(x):
 
 
 def neighbours(x):
-    """Each step reads the block after its own."""
+    """Each step reads the block after its block."""
     count = len(x)
     row = pl.BlockSpec((1, *x.shape[1:]), lambda i: ((i + 1) % count, 0, 0))
     return sines(x, in_specs=[row])
 
 
 def chosen(x):
-    """Prefetched scalars choose the blocks."""
+    """Prefetched scalars select the blocks."""
     row = pl.BlockSpec((1, *x.shape[1:]), lambda i, numbers: (numbers[i], 0, 0))
     spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(len(x),), in_specs=[row], out_specs=row)
     call = pl.pallas_call(lambda numbers, *refs: sine(*refs), like(x), grid_spec=spec, interpret=True)
@@ -140,7 +140,7 @@ def without_a_grid(x):
 
 
 def sums_in_place(x, total):
-    """The rows seen so far, added up in an operand."""
+    """Accumulates the rows so far in an operand."""
 
     def kernel(x, total, out):
         @pl.when(x[0, 0, 0] > -1)
@@ -162,7 +162,7 @@ def kernels(step):
 
 
 def check(fun, mesh=FSDP):
-    """The step of a function of examples, whose values are those of one device."""
+    """Returns the step of a function of examples, whose values match one device."""
     step, run = partitioned(lambda _, x: fun(x), {}, ROWS, mesh)
     assert_equal(run(), jax.jit(fun)(ROWS))
     return step
@@ -226,7 +226,7 @@ def test_other_kernels_gather_all_examples(name):
 
 
 def test_heads_over_another_axis_split_a_kernel_too():
-    """Heads come out of a product over tp, and are blocks of the second dimension of the grid."""
+    """Heads come from a matmul over tp, and are blocks of the second grid dimension."""
 
     def layer(weights, x):
         heads = (x @ weights['up']).reshape(*x.shape[:2], 4, -1).swapaxes(1, 2)
@@ -248,7 +248,7 @@ def test_a_kernel_on_a_mesh_with_another_axis(name):
 
 @tpu_compiler.newest
 def test_a_kernel_for_tpus_on_a_mesh_with_another_axis():
-    """The compiler partitions no kernel, and JAX refuses one that it would have to."""
+    """The compiler cannot partition kernels, and JAX rejects a kernel that it would have to partition."""
     options = {'in_shardings': P('fsdp'), 'batch_argnums': 0}
     pod = MeshShardingHelper.from_topology('v5e:2x4', [4, 2], ['fsdp', 'tp'])
     x = jax.ShapeDtypeStruct((64, 8, 128), 'float32')
@@ -288,7 +288,7 @@ def test_in_loops_checkpoints_and_custom_gradients():
 
 def test_a_cost_estimate_is_per_device():
     cost = pl.CostEstimate(flops=800, transcendentals=80, bytes_accessed=1600)
-    fun = functools.partial(sines, cost_estimate=cost, interpret=False)  # not run: there is no TPU
+    fun = functools.partial(sines, cost_estimate=cost, interpret=False)  # not run without a TPU
     step, _ = partitioned(lambda _, x: fun(x), {}, ROWS)
     estimate = kernels(step)[0].params['cost_estimate']
     assert (estimate.flops, estimate.transcendentals, estimate.bytes_accessed) == (100, 10, 200)

@@ -1,4 +1,4 @@
-"""Tokens that are sorted by expert and restored: each device sorts its own where that is equivalent."""
+"""Tokens that are sorted by expert and restored: each device sorts its local tokens if that is equivalent."""
 
 import functools
 
@@ -27,7 +27,7 @@ def weights():
 
 
 def tokens():
-    """Tokens of which experts get very different numbers, also on each device."""
+    """Returns tokens with very different numbers per expert, also on each device."""
     x = np.random.default_rng(1).normal(size=(TOKENS, WIDTH)).astype('float32')
     return x + np.linspace(-2, 2, TOKENS, dtype='float32')[:, None]
 
@@ -76,7 +76,7 @@ def scattered(out, order, count):
 
 
 def put_back(out, order, count):
-    """Without unique_indices, the gradient of JAX computes which update of a row is kept."""
+    """Without unique_indices, JAX's gradient determines which update of a row is kept."""
     del count
     return jnp.zeros_like(out).at[order].set(out)
 
@@ -158,7 +158,7 @@ def experts(w, x, sort=argsort, count_of=bincount, rows=plain_rows, layer=plain,
 
 
 def summed(w, x, chosen=2):
-    """Weighted in the order of the experts, and added up over the tokens."""
+    """Weights the tokens in the order of experts, and sums over the choices of a token."""
     gates, expert = lax.top_k(jax.nn.softmax(x @ w['router']), chosen)
     order = jnp.argsort(expert.reshape(-1))
     out = plain(w, x[order // chosen], bincount(expert.reshape(-1)), None)
@@ -166,7 +166,7 @@ def summed(w, x, chosen=2):
 
 
 def numbered_tokens(w, x, chosen=2):
-    """Gathers by indices of tokens, and scatters the positions of their choices."""
+    """Gathers by token index, and scatters the positions of their choices."""
     gates, expert = lax.top_k(jax.nn.softmax(x @ w['router']), chosen)
     order = jnp.argsort(expert.reshape(-1))
     numbers = jnp.arange(order.size, dtype='int32')
@@ -236,13 +236,13 @@ def with_gradients(fun):
 
 
 def moved(fun, mesh=FSDP):
-    """The primitives for which examples move."""
+    """Returns the primitives for which examples move."""
     step, _ = partitioned(fun, weights(), tokens(), mesh)
     return {row.primitive for row in step.collective_rows if row.what == 'examples'}
 
 
 def compare(fun, mesh=FSDP, tolerance=1e-5):
-    """The collectives of a function, whose values are those of one device."""
+    """Returns the collectives of a function whose values match one device."""
     step, run = partitioned(fun, weights(), tokens(), mesh)
     with jax.default_matmul_precision('highest'):
         assert_equal(run(), jax.jit(fun)(weights(), tokens()), tolerance)
@@ -252,7 +252,7 @@ def compare(fun, mesh=FSDP, tolerance=1e-5):
 @pytest.mark.parametrize('name', FORMS)
 @pytest.mark.sampled(2)
 def test_each_device_sorts_its_own_tokens(name):
-    """Nothing is compiled here."""
+    """Nothing is compiled."""
     assert not moved(with_gradients(FORMS[name]))
 
 
@@ -301,7 +301,7 @@ def test_feature_dims_may_be_reduced(reduce):
 
 
 def test_rows_restored_by_a_custom_gradient():
-    """JAX replaces the call by its forward rule only where it differentiates the call."""
+    """JAX replaces the call by its forward rule only when it differentiates the call."""
     fun = functools.partial(experts, rows=rows_by_own_gradient, back=back_by_own_gradient)
     assert not moved(with_gradients(fun))
     assert compare(fun)
@@ -401,7 +401,7 @@ ORDER_MATTERS = {
 
 @pytest.mark.parametrize('name', ORDER_MATTERS)
 def test_where_the_order_may_matter_tokens_are_sorted_together(name):
-    """Nothing is compiled here."""
+    """Nothing is compiled."""
     assert 'sort' in moved(with_gradients(ORDER_MATTERS[name]))
 
 
@@ -432,7 +432,7 @@ def test_a_loop_that_saves_sorted_rows_keeps_their_order():
 @pytest.mark.slow
 @pytest.mark.parametrize('seed', range(10))
 def test_random_layers(seed):
-    """Values are those of one device, whether or not each device sorts its own tokens."""
+    """Values match one device, whether or not each device sorts its local tokens."""
     random = np.random.default_rng(seed)
     steps = random.choice(len(STEPS), 2)
 

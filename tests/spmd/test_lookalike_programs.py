@@ -1,4 +1,4 @@
-"""Programs that look like others that run on local shards, but differ, give the results of one device."""
+"""Programs that resemble programs on local shards, but differ, have the results of one device."""
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,12 @@ def bits_of_integers(w, x):
 
 
 def product_of_booleans(w, x):
-    """A product of booleans is true where any pair is true."""
+    """A product of booleans is true if any pair is true."""
     return (x > 1).T @ (x > 0.5), (x > 1).T @ (w > 0)
 
 
 def counted_rounds(w, x):
-    """The rounds of each example are counted, from a number that all devices have."""
+    """Counts the iterations of each example, starting from a replicated number."""
 
     def halve(row):
         return lax.while_loop(lambda c: jnp.abs(c[0]).max() > 0.1, lambda c: (c[0] * 0.6, c[1] + 1), (row, 0))
@@ -38,7 +38,7 @@ def counted_rounds(w, x):
 
 
 def rounds_with_weights(w, x):
-    """Rounds of each example begin with what all devices have, and multiply it by a weight."""
+    """Iterations of each example start from replicated values, and multiply them by a weight."""
 
     def power(row):
         rounds = jnp.int32(jnp.abs(row[0]) * 4)
@@ -48,7 +48,7 @@ def rounds_with_weights(w, x):
 
 
 def rounds_with_products_of_weights(w, x):
-    """Rounds of each example multiply it by a product of two weights, or test it with a norm of one."""
+    """Iterations of each example multiply by a product of two weights, or compare with a norm of one."""
 
     def reduce(row):
         return lax.while_loop(
@@ -68,12 +68,12 @@ PROGRAMS = [
 
 
 def largest_of_undefined(w, x):
-    """The largest of elements one of which is not a number is not a number."""
+    """The maximum of elements that include NaN is NaN."""
     return jnp.max(jnp.where(x > 1, jnp.nan, x), 0)
 
 
 def sum_times_infinity(w, x):
-    """Terms of both signs times infinity have no sum, and their sum times infinity is infinite."""
+    """Terms of both signs times infinity have no sum, but their sum times infinity is infinite."""
     return x.sum(0) * jnp.inf
 
 
@@ -84,7 +84,7 @@ PROGRAMS += [
 
 
 def written_out_of_bounds(w, x):
-    """Rows that are written out of bounds are the first and the last ones, as JAX clamps their numbers."""
+    """Rows written out of bounds are the first and the last ones, because JAX clamps their indices."""
 
     def written(i, rows, dtype='int32'):
         return lax.dynamic_update_slice(x @ w, jnp.ones((rows, 8)), jnp.asarray([i, 0], dtype))
@@ -96,7 +96,7 @@ def written_out_of_bounds(w, x):
 
 
 def unsigned_differences(w, x):
-    """Unsigned differences of counts begin anew at the largest number: devices' own ones would too."""
+    """Unsigned differences of counts wrap around; differences of local counts would too."""
 
     def add(total, part):
         count = jnp.uint32(256) - jnp.sum(part > 0, dtype=jnp.uint32)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.medium
 
 
 def numbers():
-    """A batch with NaN of either sign, infinities and zeros in some of its columns."""
+    """Returns a batch with NaN of either sign, infinities and zeros in some of its columns."""
     x = np.random.default_rng(0).normal(size=(16, 8)).astype('f')
     x[3, 0] = np.nan
     x[15, 1], x[0, 1] = -np.nan, np.inf

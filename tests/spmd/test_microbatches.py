@@ -32,7 +32,7 @@ def loss(w, tokens):
 
 
 def added_up(count):
-    """Gradients of microbatches that are added up, in float32."""
+    """Gradients of microbatches, accumulated in float32."""
 
     def step(w, tokens):
         def add(total, part):
@@ -57,7 +57,7 @@ def by_helper(count):
 
 
 def by_number(count):
-    """Microbatches that are read by their number."""
+    """Microbatches that are read by their index."""
 
     def step(w, tokens):
         size = len(tokens) // count
@@ -112,7 +112,7 @@ LAYERS = {"['down']": 3, "['up']": 3}
 FUNCTIONS = {'added up': added_up, 'helper': by_helper, 'by number': by_number, 'mean': mean_loss}
 
 
-# With few microbatches, the blocks of devices are parts of one, and are gathered; else they are exchanged.
+# With few microbatches, the shard of a device is part of one, so it is gathered; otherwise it is exchanged.
 MOVED = {4: 'all_gather examples gathered for reshape', 8: 'all_to_all examples moved for scan'}
 
 
@@ -124,7 +124,7 @@ def test_each_device_has_a_shard_of_each_microbatch(name, count, mesh):
     assert examples(step) == (set() if name == 'helper' else {MOVED[count]})
     expected = dict.fromkeys(NAMES, count) | {layer: times * count for layer, times in LAYERS.items()}
     assert reductions(step) == expected
-    if mesh == 'hsdp':  # along the axis of replicas once
+    if mesh == 'hsdp':  # once along the replica axis
         assert reductions(step, 'all_reduce') == dict.fromkeys(NAMES, 1)
 
 
@@ -171,7 +171,7 @@ def test_few_gradients_stay_partial_until_the_end(option, times):
 
 
 def test_a_sum_with_a_nonzero_initial_value_is_reduced_once():
-    """What it begins with counts once, too."""
+    """Its initial value counts once, too."""
 
     def fun(w, x):
         def add(total, part):
@@ -196,7 +196,7 @@ def test_a_map_in_batches_keeps_examples_on_their_devices():
 
 
 def dropped(w, tokens):
-    """Microbatches with random bits, with gradients that are clipped, and with moments of their own."""
+    """Microbatches with random bits, with clipped gradients, and with moments."""
 
     def add(total, part_and_key):
         part, key = part_and_key
@@ -224,7 +224,7 @@ def test_microbatches_are_those_of_one_device(mesh, hold):
 
 
 def updated_each_round(w, tokens):
-    """A step of the optimizer for each microbatch."""
+    """An optimizer step for each microbatch."""
 
     def step(w, part):
         value, gradients = jax.value_and_grad(loss)(w, part)

@@ -58,7 +58,7 @@ def of_odd_trees(state, batch):
 
 
 def of_nothing(w, x):
-    """Arrays without elements, of state, of examples, and of both."""
+    """Empty arrays as state, as examples, and as both."""
     none = x[:, :0]
     return (
         none @ w[:0],

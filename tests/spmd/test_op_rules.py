@@ -1,4 +1,4 @@
-"""Each primitive on local shards: the joined results of all devices match one device."""
+"""Each primitive on local shards: the combined results of all devices match one device."""
 
 import itertools
 import random
@@ -26,7 +26,7 @@ def conv(groups=1, padding='SAME', strides=(1, 1)):
 
 
 def kernel_gradient(groups):
-    """The gradient of a kernel as JAX writes it, with the examples contracted."""
+    """The gradient of a kernel as JAX writes it, with examples contracted."""
 
     def gradient(x, g):
         zero = jnp.zeros((3, 3, 8 // groups, 8))
@@ -76,7 +76,7 @@ def positive(x):
 
 
 F, INT, B = 'float32', 'int32', 'bool'
-# name -> the function of one primitive, and the shapes of its operands with their dtypes (float32).
+# name -> the function of one primitive, and the shapes of its operands, with dtypes if not float32.
 CASES = {
     'tanh': (jnp.tanh, (8, 4)),
     'add': (lax.add, (8, 4), (8, 4)),
@@ -169,7 +169,7 @@ MADE_POSITIVE = {name for name in CASES if name.startswith(('cholesky', 'eigh', 
 
 
 def equation_of(name):
-    """The equation of a case; its function may have others before it, of constants alone."""
+    """Returns the equation of a case; equations before it only compute constants."""
     fun, *operands = CASES[name]
     shapes = [shape if isinstance(shape[0], tuple) else (shape, F) for shape in operands]
     jaxpr = open_jaxpr(jax.make_jaxpr(fun)(*[jax.ShapeDtypeStruct(*shape) for shape in shapes]))
@@ -180,7 +180,7 @@ def equation_of(name):
 
 
 def values_of(equation, name, rng):
-    """Values of the operands that are no literals; None of these."""
+    """Returns values of the operands, and None for literals."""
     values = []
     for atom in equation.invars:
         if isinstance(atom, Literal):
@@ -197,7 +197,7 @@ def values_of(equation, name, rng):
 
 
 def options(atom, parts):
-    """The placements that an operand may have."""
+    """Returns the placements that an operand may have."""
     shards = [
         Shard(dim, is_state)
         for dim, size in enumerate(shape_of(atom))
@@ -209,7 +209,7 @@ def options(atom, parts):
 
 
 def blocks(value, placement, parts, rng):
-    """What each device holds of a value."""
+    """Returns the local values of all devices."""
     if isinstance(placement, Shard):
         return np.split(value, parts, placement.dim)
     if placement == SUM:
@@ -219,7 +219,7 @@ def blocks(value, placement, parts, rng):
 
 
 def together(device_blocks, placement):
-    """The value of which devices hold these."""
+    """Returns the value whose local values these are."""
     if isinstance(placement, Shard):
         return np.concatenate(device_blocks, placement.dim)
     if isinstance(placement, Partial):
@@ -232,7 +232,7 @@ def together(device_blocks, placement):
 
 
 def run(equation, values, placements, results, parts, rng):
-    """The results of all devices, put together."""
+    """Returns the combined results of all devices."""
     held = [blocks(*pair, parts, rng) for pair in zip(values, placements, strict=True)]
     shapes = [
         local_shape(shape_of(x), (p,), (parts,)) for x, p in zip(equation.invars, placements, strict=True)
@@ -275,7 +275,7 @@ def test_results_on_local_shards_are_shards_of_the_results(name, parts):
 
 
 X, W = Shard(0), Shard(0, is_state=True)
-# case -> placements of the operands, and those of the results (None: all operands are gathered).
+# case -> placements of the operands, and of the results (None: all operands are gathered).
 EXPECTED = [
     ('matmul', (X, REPLICATE), (X,)),
     ('matmul', (X, W), (X,)),
@@ -340,7 +340,7 @@ def test_placements_of_results(name, placements, results):
     assert (chosen_strategy and chosen_strategy.results) == results
 
 
-# A sum over microbatches is not known before the last one: it grows, or is refused.
+# A sum over microbatches is incomplete before the last one: it may be accumulated, but not used otherwise.
 IN_TURN = [
     ('matmul', (Shard(1), REPLICATE), (SUM,)),
     ('matmul', (SUM, REPLICATE), (SUM,)),

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.medium
 
 LAYERS, WIDTH, HIDDEN = 2, 16, 32
 SHAPES = {'up': (LAYERS, WIDTH, HIDDEN), 'down': (LAYERS, HIDDEN, WIDTH), 'scale': (WIDTH,)}
-# The bytes of statistics of rows or columns, which an update may exchange.
+# The bytes of row and column statistics, which an update may exchange.
 STATISTICS = 4 * LAYERS * HIDDEN
 
 
@@ -39,7 +39,7 @@ def clipped(clip):
 
 
 def frozen():
-    """Of which the weights of one kind are not trained."""
+    """Weights of which one kind is not trained."""
     labels = {'up': 'frozen', 'down': 'trained', 'scale': 'trained'}
     return optax.partition({'trained': optax.adamw(1e-2), 'frozen': optax.set_to_zero()}, labels)
 
@@ -88,7 +88,7 @@ def partitioned_step(optimizer):
 
 @pytest.mark.parametrize('name', OPTIMIZERS)
 def test_updates_gather_nothing(name):
-    """Beside weights in layers, only statistics of rows and columns, and norms, leave a device."""
+    """Except weights of layers, only row and column statistics, and norms, leave a device."""
     step, _, _ = partitioned_step(OPTIMIZERS[name]())
     matrices = [row for row in step.collective_rows if row.bytes * LAYERS > STATISTICS]
     gathers = [row for row in matrices if row.kind == 'all_gather']

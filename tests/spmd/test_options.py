@@ -44,7 +44,7 @@ def partitioned_step(fun=sgd, mesh=FSDP, specs=SPECS, **options):
 
 
 def collective_counts(step):
-    """How often each kind of collective runs for weights and for gradients, with its dtype."""
+    """Counts the collectives of weights and of gradients by kind and dtype."""
     counts = Counter()
     for row in step.collective_rows:
         counts[row.kind, row.what, row.array.partition('[')[0]] += row.count
@@ -52,7 +52,7 @@ def collective_counts(step):
 
 
 WEIGHTS = LAYERS + 1  # layer by layer, and the head
-# Each in either pass, but for the weight with which the forward pass ends: it is held for the backward pass.
+# Each in both passes, except the last weight of the forward pass, which is kept for the backward pass.
 GATHERS = 2 * WEIGHTS - 1
 
 
@@ -78,7 +78,7 @@ def test_weights_are_gathered_in_the_dtype_of_parameters(mesh):
     assert {key[2] for key in collective_counts(step) if key[1] == 'gradient'} == {'float32'}
 
     def expected(w, x):
-        """Forward and backward passes with rounded weights, and an update of the stored ones."""
+        """Runs both passes with rounded weights, and updates the stored weights."""
         value, gradient = jax.value_and_grad(loss)(rounded(w), x)
         return jax.tree.map(lambda a, g: a - 0.1 * g, w, gradient), value
 
@@ -97,7 +97,7 @@ def test_narrow_weights_are_not_cast():
 
 
 def test_state_that_does_not_meet_examples_is_not_rounded():
-    """An optimizer that multiplies a moment with itself takes all of it, as it is."""
+    """An optimizer that multiplies a moment by itself gets the unrounded moment."""
 
     def fun(w, x):
         return w['head'].T @ w['head'], x @ w['head']
@@ -118,7 +118,7 @@ def test_gradients_are_reduced_in_a_dtype(mesh, dtype, tolerance):
     assert {key[2] for key in counts if key[1] == 'gradient'} == {dtype}
     assert counts['reduce_scatter', 'gradient', dtype] == WEIGHTS
     assert counts['all_reduce', 'gradient', dtype] == (WEIGHTS if mesh is HSDP else 0)
-    assert {key[2] for key in counts if key[1] != 'gradient'} == {'float32'}  # a loss is no gradient
+    assert {key[2] for key in counts if key[1] != 'gradient'} == {'float32'}  # a loss is not a gradient
     assert_equal(run(), jax.jit(sgd)(W, X), tolerance)
 
 
@@ -164,7 +164,7 @@ def test_weights_are_kept_with_rematerialization():
 
 
 def accumulated(w, x):
-    """Gradients of microbatches, added up."""
+    """Accumulates gradients of microbatches."""
     parts = x.reshape(-1, 4, WIDTH).swapaxes(0, 1)
 
     def add(total, part):
@@ -179,7 +179,7 @@ def test_gradients_of_microbatches(reduce_per_microbatch):
     options, x = (
         BatchPartitioning(reduce_per_microbatch=reduce_per_microbatch),
         np.tile(X, (16, 1)),
-    )  # few rows would move
+    )  # with few rows, activations would move
     step, run = partitioned(accumulated, W, x, result_specs=SPECS, options=options)
     heads = [(x.kind, x.count) for x in step.collective_rows if x.reason == "gradient of ['head']"]
     assert heads == [('reduce_scatter', 4 if reduce_per_microbatch else 1)]

@@ -1,4 +1,4 @@
-"""Partitioned steps: their collectives are those of an expert, and their results match one device."""
+"""Partitioned steps: their collectives match an expert's, and their results match one device."""
 
 import re
 
@@ -118,10 +118,10 @@ CASES = {
 
 
 def fsdp(weights, others=()):
-    """Collectives of FSDP: of each weight its gathers by primitive and how often, and one scatter.
+    """Returns the collectives of FSDP: the gathers of each weight by primitive, and one scatter.
 
-    A weight is gathered in the forward pass, and in the backward pass if that takes it and as many bytes
-    of others were gathered in between.
+    A weight is gathered in the forward pass, and again in the backward pass if that uses it and at least as
+    many bytes of other weights were gathered in between.
     """
     counts = {'all_reduce sum over examples for a result': 1, **dict(others)}
     for name, gathers, times in weights:
@@ -133,7 +133,7 @@ def fsdp(weights, others=()):
 
 EXPECTED = {
     'router': fsdp([('r', {'dot_general': 1}, 1)]),
-    # Two layers, whose forward pass runs once more in the backward pass.
+    # Two layers, whose forward pass is recomputed in the backward pass.
     'depthwise': fsdp(
         [
             ('up', {'dot_general': 4}, 2),
@@ -142,13 +142,13 @@ EXPECTED = {
         ]
     ),
     'grouped': fsdp([('k', {'conv_general_dilated': 1}, 1)]),
-    # The backward pass takes no weight of the first layer, and begins with the last one, which is smaller
+    # The backward pass does not use the first layer's weight, and starts with the last one, which is smaller
     # than the one before.
     'linear': fsdp(
         [('a', {'dot_general': 1}, 1), ('b', {'dot_general': 1}, 1), ('c', {'dot_general': 1}, 1)]
     ),
     'codebook': fsdp([('c', {'sub': 1}, 1)]),
-    # Gathered before the loop over time, held for the loop of the backward pass, and reduced behind it.
+    # Gathered before the loop over time, kept for the loop of the backward pass, and reduced after it.
     'recurrent': fsdp([('i', {'scan': 1}, 1), ('h', {'scan': 1}, 1)]),
     # The moments of a batch, and their gradients, are reduced before they are broadcast.
     'batch_norm': fsdp(
@@ -234,7 +234,7 @@ def test_replicated_weights_are_reduced_once():
     assert_equal(run(), jax.jit(sgd(loss))(state, batch))
 
 
-# What mixes examples takes all of them, and the report names it.
+# Operations that mix examples gather all of them, and the report names these operations.
 MIXING = {
     'sort': lambda w, x: jnp.sort(x, 0) @ w,
     'cumsum': lambda w, x: jnp.cumsum(x, 0) @ w,
@@ -267,7 +267,7 @@ def until(w, x):
 
 
 def accumulated(w, x):
-    """Gradients of microbatches, added up."""
+    """Accumulates gradients of microbatches."""
     parts = x.reshape(16, 2, 4).swapaxes(0, 1)
 
     def add(total, part):
@@ -277,7 +277,7 @@ def accumulated(w, x):
 
 
 def ending_apart(w, x):
-    """A loop with an end for each example."""
+    """A loop with a separate end for each example."""
 
     def until(row):
         return lax.while_loop(lambda c: jnp.abs(c).sum() > 1, lambda c: jnp.tanh(c @ w) / 2, row)
@@ -306,7 +306,7 @@ def test_loops_and_branches(name):
 
 
 def test_constraints_convert_values():
-    """A constraint that replicates examples gathers them, and one that shards a value takes a block of it."""
+    """A constraint that replicates examples gathers them; one that shards a value slices it."""
 
     def fun(w, x, at=lax.with_sharding_constraint):
         return at(jnp.cumsum(at(jnp.tanh(x @ w), P()), 0), P('fsdp'))
@@ -322,7 +322,7 @@ def test_constraints_convert_values():
 
 
 def test_two_devices_exchange_half_zeros():
-    """XLA for CPUs refuses such an exchange if it sees the zeros."""
+    """XLA for CPUs rejects such an exchange if it sees the zeros."""
 
     def fun(w, x, at=lax.with_sharding_constraint):
         y = at((x.T @ (x @ w)).T, P('fsdp'))
@@ -343,7 +343,7 @@ def test_gradients_of_microbatches_are_reduced_once():
 
 
 def accumulated(layers):
-    """A loop over microbatches of a network, whose layers are written out."""
+    """A loop over microbatches of a network, whose layers are unrolled."""
 
     def step(w, x):
         def loss(w, x):
@@ -373,7 +373,7 @@ def test_microbatches_of_a_small_network_keep_gathered_weights():
 def test_microbatches_of_a_large_network_keep_no_gathered_weights():
     fun, w, x = accumulated(6)
     step, run = partitioned(fun, w, x, result_specs=[state_spec((8, 8))] * 6)
-    # The backward pass begins with the last layer, and takes nothing of the first one.
+    # The backward pass starts with the last layer, and does not use the first layer's weight.
     gathers = [1, *[2] * 4, 1]
     assert collectives(step) == {
         **{f'all_gather weight [{i}] for dot_general': 4 * gathers[i] for i in range(6)},
@@ -384,7 +384,7 @@ def test_microbatches_of_a_large_network_keep_no_gathered_weights():
 
 
 def test_constants_of_microbatches_are_computed_for_the_examples_of_a_device():
-    """They have a dimension of a microbatch, into which the dimension of the batch is split."""
+    """They have a microbatch dimension, which comes from splitting the batch dimension."""
 
     def fun(w, x):
         def add(total, part):
@@ -427,5 +427,5 @@ def test_unsupported_equations_are_refused(name):
 
 def test_a_step_that_returns_a_sum_is_partitioned_once():
     step, _ = partitioned(sgd(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)), array(16, 8), array(8, 16))
-    # Collectives that were written before would have had the first numbers.
+    # Collectives of an earlier attempt would have had the first indices.
     assert sorted(collective.id for collective in step.collectives) == [1, 2, 3]

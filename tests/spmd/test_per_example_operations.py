@@ -59,7 +59,7 @@ def mapped(fun):
 
 
 def carried_examples(w, x):
-    """Loops over examples in the rounds of another one, which carries the examples."""
+    """Loops over examples inside another loop, whose carry contains the examples."""
     by_value = lax.fori_loop(0, 2, lambda _, x: lax.map(lambda row: layers(w, row), x), x)
     return by_value + lax.fori_loop(0, 2, lambda _, x: lax.map(lambda i: x[i] @ w, jnp.arange(EXAMPLES)), x)
 
@@ -105,7 +105,7 @@ LOOPS = {
 
 
 def recurrent(weight):
-    """A recurrent cell whose weight is computed of a matrix."""
+    """A recurrent cell whose weight is computed from a matrix."""
 
     def run(w, x):
         w = weight(w['square'])
@@ -149,7 +149,7 @@ def feed_forward(w, x):
 
 
 def between(fun):
-    """A function of the hidden features of a block."""
+    """Applies a function to the hidden features of a block."""
     return lambda w, x: fun(x[:, 0] @ w['up']) @ w['down']
 
 
@@ -188,8 +188,8 @@ BLOCKS = {
 GROUPS = {'loops': LOOPS, 'weights': WEIGHTS, 'blocks': BLOCKS}
 
 
-# Of some programs, and their gradients, how often a weight is gathered, and how often a gradient is reduced.
-# A stack of layers is gathered layer by layer, in both passes.
+# The number of weight gathers and gradient reductions of some programs and their gradients.
+# Stacked layers are gathered layer by layer, in both passes.
 COUNTS = {
     **dict.fromkeys(LOOPS, (1, 1)),
     'a loop that carries examples': (2, 1),  # for its loops, and for their gradients
@@ -199,7 +199,7 @@ COUNTS = {
     **dict.fromkeys(
         ('a scan over weights', 'a scan back', 'weights by number', 'a loop for each example'), (6, 3)
     ),
-    'weights one by one': (5, 3),  # the backward pass begins with the last one
+    'weights one by one': (5, 3),  # the backward pass starts with the last one
     'transposed, in another dtype': (6, 3),
     'remat of a loop': (9, 3),
     'branches of weights': (4, 2),
@@ -217,7 +217,7 @@ COUNTS = {
 
 @pytest.mark.parametrize('group', GROUPS)
 def test_no_example_moves(group):
-    """Nothing is compiled here."""
+    """Nothing is compiled."""
     specs = [*[state_spec(leaf.shape) for leaf in jax.tree.leaves(W)], P('fsdp'), None]
     reasons, counts = {}, {}
     for name, fun in GROUPS[group].items():

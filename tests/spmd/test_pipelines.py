@@ -38,7 +38,7 @@ def train_step(params, x):
 
 
 def rows_of(monkeypatch, gather):
-    """The collectives of a training step, by kind and reason: how often a step runs each."""
+    """Counts the collectives of a training step by kind and reason."""
     steps = []
 
     def partition_step(*args, **options):
@@ -76,7 +76,7 @@ OUTSIDE = {
 
 @pytest.mark.parametrize('gather', ['tick', 'step'])
 def test_weights_of_layers_are_gathered_in_each_tick_or_once(monkeypatch, gather):
-    """In forward and backward passes; gradients are reduced where weights are gathered."""
+    """In both passes; gradients are reduced as often as weights are gathered."""
     row_counts = rows_of(monkeypatch, gather)
     inside = dict(row_counts)
     assert {key: inside.pop(key) for key in OUTSIDE} == OUTSIDE

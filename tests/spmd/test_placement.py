@@ -1,4 +1,4 @@
-"""Conversions between placements, on simulated devices: each ends in its target."""
+"""Conversions between placements, on simulated devices: each ends in its target placement."""
 
 import itertools
 
@@ -22,7 +22,7 @@ STATE = Shard(1, is_state=True)
 
 
 def held(placements):
-    """What each device holds of the value: of a sum its part."""
+    """Returns the local values of a value: for a sum, its terms."""
     blocks = {}
     for device in DEVICES:
         block = VALUE
@@ -36,12 +36,12 @@ def held(placements):
 
 
 def group(device, axes):
-    """The devices with which one exchanges blocks along axes, in the order of these."""
+    """Returns the devices that exchange blocks along axes, in the order of the axes."""
     return [other for other in DEVICES if all(other[i] == device[i] for i in range(2) if i not in axes)]
 
 
 def after(step, blocks):
-    """What each device holds after a step."""
+    """Returns the local values after a step."""
     results = {}
     for device, block in blocks.items():
         others = group(device, step.axes)
@@ -64,7 +64,7 @@ def after(step, blocks):
 
 
 def is_held(blocks, placements):
-    """Whether devices hold the value in these placements."""
+    """Returns whether local values match a value in these placements."""
     for axis, placement in reversed([*enumerate(placements)]):
         kind = {REPLICATE: 'replicate', SUM: 'all_reduce'}.get(placement, 'all_gather')
         if kind == 'replicate':
@@ -97,14 +97,14 @@ STEPS = [
     ((Shard(1),), (STATE,), []),
     # DDP over two axes
     ((SUM, SUM), (R, R), [RedistributeOp('all_reduce', (0, 1))]),
-    # HSDP: scattered along the fast axis, and the shards reduced along the slow one
+    # HSDP: reduce-scattered along the fast axis, and the shards all-reduced along the slow one
     ((SUM, SUM), (R, STATE), [RedistributeOp('reduce_scatter', (1,), 1), RedistributeOp('all_reduce', (0,))]),
     ((R, STATE), (R, R), [RedistributeOp('all_gather', (1,), 1)]),
     ((X, X), (R, R), [RedistributeOp('all_gather', (0, 1), 0)]),
     ((SUM, SUM), (X, X), [RedistributeOp('reduce_scatter', (0, 1), 0)]),
     # The minor blocks of a dimension are gathered before a major one changes.
     ((X, X), (R, X), [RedistributeOp('all_gather', (0, 1), 0), RedistributeOp('slice', (1,), 0)]),
-    # What is replicated sends nothing.
+    # Replicated values send nothing.
     ((R, R), (X, SUM), [RedistributeOp('slice', (0,), 0), RedistributeOp('mask', (1,))]),
     (
         (Partial('max'),),
@@ -136,6 +136,6 @@ def test_join(first, second, joined):
 
 
 def test_axes_that_move_together_exchange_once():
-    """Where both axes of a mesh shard one dimension, one all-to-all exchanges it for another one."""
+    """If both mesh axes shard one dimension, one all-to-all exchanges it for another one."""
     [step] = redistribute((Shard(2), Shard(2)), (Shard(0), Shard(0)))
     assert (step.kind, step.axes, step.dim, step.other_dim) == ('all_to_all', (0, 1), 2, 0)

@@ -61,7 +61,7 @@ def assert_values(results, expected, tolerance=1e-5):
 
 
 def offloaded(w, x):
-    """Residuals of a loop over layers wait in the memory of the host."""
+    """Residuals of a loop over layers are stored in host memory."""
     names = {'names_which_can_be_saved': [], 'names_which_can_be_offloaded': ['hidden']}
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         **names, offload_src='device', offload_dst='pinned_host'
@@ -84,7 +84,7 @@ def through_the_host(w, x):
 
 
 def kernel(w, x):
-    """A kernel that mixes all examples takes all of them."""
+    """A kernel that mixes all examples gathers them."""
 
     def reverse(x, out):
         out[...] = x[...][::-1]
@@ -124,7 +124,7 @@ PROGRAMS = {
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_values(name):
     results, expected = step_of(PROGRAMS[name])(W, X), jax.jit(PROGRAMS[name])(W, X)
-    if name == 'checked':  # codes of errors are numbered in each trace
+    if name == 'checked':  # error codes are numbered per trace
         (error, *results), (expected_error, *expected) = results, expected
         assert error.get() == expected_error.get() is not None
     assert_values(results, expected)
@@ -152,7 +152,7 @@ def test_dtypes(dtype):
 
     x = jnp.asarray(np.abs(X) * 3).astype(dtype)
 
-    def read(values):  # NumPy knows not all of them
+    def read(values):  # NumPy does not have all of them
         return [
             np.asarray(value.astype('complex64' if dtype == 'complex64' else 'float32')) for value in values
         ]

@@ -1,4 +1,4 @@
-"""Grouped matmuls on local shards: each device multiplies its own rows, or the rows of its examples."""
+"""Grouped matmuls on local shards: each device multiplies its local rows, or the rows of its examples."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.medium
 
 WEIGHTS = {'up': array(3, 8, 16), 'down': array(3, 16, 8)}
 ROWS = array(48, 8)
-# The groups end between devices and inside of them; one is empty, and the last rows are in none.
+# Groups end between devices and inside them; one is empty, and the last rows belong to no group.
 SIZES = [(7, 20, 21), (48, 0, 0), (0, 0, 48), (5, 0, 30)]
 
 
@@ -56,14 +56,14 @@ def test_group_sizes_of_dtype_uint8():
 
 
 def sorted_by_expert(w, rows):
-    """Rows in the order of the experts that they choose, and back."""
+    """Sorts rows by their experts, and restores their order."""
     gates, expert = lax.top_k(jax.nn.softmax(rows @ w['up'][..., 0].T), 2)
     order = jnp.argsort(expert.reshape(-1))
     out = layer(w, rows[order // 2], jnp.bincount(expert.reshape(-1), length=3))
     return jnp.einsum('rkd,rk->rd', out[jnp.argsort(order)].reshape(len(rows), 2, -1), gates)
 
 
-# Loops over examples of six rows, which have groups of their own in each.
+# Loops over examples of six rows, each with separate groups.
 MAPPED = {
     'values': lambda w, x: lax.map(lambda rows: sorted_by_expert(w, rows), x),
     'remat': lambda w, x: lax.map(jax.checkpoint(lambda rows: sorted_by_expert(w, rows)), x),
@@ -131,7 +131,7 @@ def test_groups_and_weights_of_each_example():
 
 
 def random_ragged(random):
-    """A product in groups of random dimensions, and its operands."""
+    """Returns a grouped matmul of random dimensions, and its operands."""
     groups, size = int(random.integers(1, 5)), 8 * int(random.integers(1, 4))
     k, n = random.integers(1, 6, 2)
     mode = random.choice(['rows', 'contracted'])

@@ -29,9 +29,9 @@ def reset(key):
 
 
 def advance(state, action, key):
-    """A new state, a reward, and whether the episode is over; then the environment is reset."""
+    """Returns a new state, a reward, and whether the episode is over; then the environment is reset."""
     state = 0.9 * state + 0.1 * jnp.sin(state[::-1] * (1 + action))
-    # Until it is in a box, which takes each environment a number of rounds of its own.
+    # Loops until it is in a box; the number of iterations depends on the environment.
     state = lax.while_loop(lambda s: jnp.abs(s).max() > 2, lambda s: s / 2, state)
     ends = jnp.abs(state).sum() < 1.5
     return jnp.where(ends, reset(key), state), -jnp.square(state).sum(), ends
@@ -70,7 +70,7 @@ def loss(w, part):
 
 
 def ppo(minibatches, spec):
-    """A step of PPO; without *minibatches*, with all experience at once."""
+    """A step of PPO; without *minibatches*, on all experience at once."""
 
     def step(state, _):
         w, key = state
@@ -112,10 +112,10 @@ def test_a_step_that_resets_its_environments(minibatches, mesh):
         step, run = partitioned(fun, (w, key), (), mesh, result_specs=[*specs, P()])
         assert_equal(run(), jax.jit(ppo(minibatches, None))((w, key), ()), 1e-4)
     moved = {row.primitive for row in step.collective_rows if row.what == 'examples'}
-    # Steps and environments become one dimension. A shuffle takes all experience, and each device a share.
+    # Steps and environments are merged. A shuffle gathers all experience, and each device keeps a shard.
     shuffled = {0: set(), 4: {'gather', 'reshape'}, 8: {'gather', 'scan'}}
     assert moved == {'reshape'} | shuffled[minibatches]
-    # The loops over time take weights that are gathered before them, once.
+    # The loops over time use weights that are gathered once, before them.
     before_loops = [
         row for row in step.collective_rows if row.reason.startswith('weight') and row.primitive == 'scan'
     ]

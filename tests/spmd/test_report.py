@@ -62,7 +62,7 @@ def test_weights_and_gradients():
     gradient = rows['reduce_scatter', 'gradient of params/blocks', True]
     assert (gradient.what, gradient.count) == ('gradient', LAYERS)
     assert {row.what for row in report.collectives} == {'weight', 'gradient', 'sum'}
-    # Three products of a layer on the rows of a device.
+    # Three matmuls of a layer on the rows of a device.
     assert report.flops == 3 * LAYERS * 2 * EXAMPLES // 8 * WIDTH**2
 
 
@@ -201,7 +201,7 @@ def test_sums_over_state_are_distinguished_from_sums_over_examples():
 
 
 def test_reductions_report_what_they_reduce():
-    """Also in loops, whose sums begin as zero."""
+    """Also in loops, whose sums start from zero."""
 
     def fun(ws, x):
         norm, _ = jax.lax.scan(lambda norm, w: (norm + jnp.sum(w**2), None), 0.0, ws)
@@ -249,7 +249,7 @@ def test_examples_that_move_to_a_weight_name_it():
 
 
 def test_the_gradient_of_a_table_is_state():
-    """Rows of gradients come to it, and the norm of all gradients is one over its blocks."""
+    """It receives rows of gradients, and the norm of all gradients is a sum over its shards."""
 
     def fun(params, at):
         def loss(params):
@@ -304,7 +304,7 @@ def test_a_constraint_keeps_state_marked_as_state(replicate):
 
 
 def test_axes_along_which_values_vary():
-    """Under HSDP, state varies along one axis: what is computed of a shard is no redundant work."""
+    """Under HSDP, state varies along one axis: computations on a shard are not redundant."""
     w = np.ones((WIDTH, WIDTH), 'float32')
     partitioned_step, _ = on_blocks(lambda w, x: (w * 2, x @ w), w, X, HSDP)
     assert not [*partitioned_step.redundancy]
@@ -327,7 +327,7 @@ def test_flops_of_matmuls():
 
 
 def test_collectives_with_other_mesh_axes_are_reported():
-    """With tensor parallelism inside, a collective is in a call of its own, and has its number there."""
+    """With tensor parallelism inside, a collective is in a separate call, with its index there."""
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
     rule = TreePathShardingRule(('.*', P(None, 'fsdp', 'tp')))
     function = helper.sjit(step, in_shardings=(rule, P('fsdp')), out_shardings=(rule, P()), batch_argnums=1)

@@ -1,4 +1,4 @@
-"""The state that results are, and the layout of gradients without a specified sharding."""
+"""Which state each result is, and the layout of gradients without a specified sharding."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ X = np.asarray(np.random.default_rng(1).normal(size=(32, WIDTH)), 'float32')
 
 
 def states_of(fun, *args, batch=()):
-    """The state of each result of a function, and the paths of arguments."""
+    """Returns the state of each result of a function, and the paths of arguments."""
     jaxpr, out = jax.make_jaxpr(fun, return_shape=True)(*args)
     text = lambda path: jax.tree_util.keystr(path, simple=True, separator='/')  # noqa: E731
     names = fun.__code__.co_varnames
@@ -137,7 +137,7 @@ def test_gradients_without_a_specified_sharding_have_the_layout_of_their_weights
     function = helper.sjit(step, in_shardings=(FSDP, P('fsdp')), batch_argnums=1)
     report = function.explain_propagation(params, X)
     large = [row for row in report.collectives if 'reduce' in row.kind and row.bytes > 8]
-    if not (tree == 'one array' and fun is clipped):  # nothing tells whose gradient it is
+    if not (tree == 'one array' and fun is clipped):  # it is unknown which weight the gradient belongs to
         assert {row.kind for row in large} == {'reduce_scatter'}
         names = [
             f'params/{jax.tree_util.keystr(path, simple=True, separator="/")}'.rstrip('/')

@@ -53,7 +53,7 @@ WEIGHTS = {name: array(WIDTH, WIDTH + i)[:, :WIDTH] for i, name in enumerate(('q
 def test_attention_gathers_keys_and_values():
     step = run(attention, WEIGHTS, array(4, TOKENS, WIDTH))
     assert step.out_specs == (P('data', 'seq'),)
-    # Of the examples of a device, all keys and all values.
+    # All keys and all values of the examples of a device.
     rows = [(row.kind, row.axes, row.bytes, row.count) for row in step.collective_rows]
     assert rows == [('all_gather', ('seq',), 4 * 2 * TOKENS * WIDTH, 2)]
 
@@ -151,7 +151,7 @@ def test_dimensions_that_only_divide_by_their_axes():
     ],
 )
 def test_dimensions_that_meet_are_never_split_unevenly(fun):
-    """Four examples of four tokens: where both axes would shard one dimension, one of them gathers."""
+    """Four examples of four tokens: if both axes would shard one dimension, one of them gathers."""
     run(fun, np.float32(2.0), array(4, 4))
 
 
@@ -191,14 +191,14 @@ def test_a_decoder(state):
 
 
 def columns(w, x):
-    """A feed-forward block whose hidden features are sharded over the axis that shards time elsewhere."""
+    """A feed-forward block whose hidden features are sharded over the axis that otherwise shards time."""
     x = with_sharding_constraint(jnp.tanh(x), P('data'))
     hidden = with_sharding_constraint(jnp.tanh(x @ w['up']), P('data', None, 'seq'))
     return with_sharding_constraint(hidden @ w['down'], P('data', 'seq'))
 
 
 def heads(w, x):
-    """Attention whose heads, which no weight has, are sharded over the axis that shards time elsewhere."""
+    """Attention with heads, which no weight has, sharded over the axis that otherwise shards time."""
     x = (x @ w['up']).reshape(*x.shape[:2], 16, 4).swapaxes(2, 3)
     x = with_sharding_constraint(x, P('data', None, 'seq'))
     x = jax.nn.dot_product_attention(x, x, x, is_causal=True).swapaxes(2, 3).reshape(*x.shape[:2], 64)

@@ -69,7 +69,7 @@ def numbered_in_both(w, x):
 
 
 SPLIT = {'a': P(None, 'tp'), 'b': P('tp')}
-# (mesh, body, specs of weights and examples, spec of the result, manual axes, does something gather examples)
+# (mesh, body, specs of weights and examples, spec of the result, manual axes, are examples gathered)
 CASES = {
     'one axis': (FSDP, local, (P(), P('fsdp')), P('fsdp'), None, False),
     'one axis, a sum': (FSDP, summed, (P(), P('fsdp')), P('fsdp'), None, False),
@@ -96,7 +96,7 @@ CASES = {
 
 
 def partitioned(fun, mesh_axes) -> tuple[PartitionedStep, list[jax.Array], list[jax.Array]]:
-    """Partitions a function of weights and examples; and returns its results, and those of JAX."""
+    """Partitions a function of weights and examples; returns its results, and JAX's."""
     mesh = jax.make_mesh((*mesh_axes.values(),), (*mesh_axes,), axis_types=(AxisType.Auto,) * len(mesh_axes))
     axes, size = tuple([axis for axis in mesh_axes if axis != 'tp']), mesh_axes['fsdp']
     leaves = jax.tree.leaves(W)
@@ -136,7 +136,7 @@ def test_values_of_a_step(name, check_vma):
     partitioned_step, values, expected = partitioned(step, mesh_axes)
     assert_equal(values, expected)
     assert any(row.what == 'examples' for row in partitioned_step.collective_rows) == gathers
-    # Along other axes it is still there.
+    # The shard_map along other axes remains.
     mapped = [
         equation
         for equation in all_equations(partitioned_step.jaxpr)
@@ -164,7 +164,7 @@ def test_nested_shard_maps():
 
 
 def wide(w, x):
-    """What JAX keeps of it for the backward pass has blocks of examples in those of tp."""
+    """The residuals that JAX saves have blocks of examples inside blocks of tp."""
     return lax.psum(jnp.tanh(jnp.sin(x @ w['a'])) @ w['b'], 'tp')
 
 

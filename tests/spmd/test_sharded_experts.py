@@ -1,4 +1,4 @@
-"""Experts that the batch axes shard: rows move to the experts, however the experts are written."""
+"""Experts sharded over the batch axes: tokens move to the experts, however the experts are written."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from tests.support.partitioned import TP, P, assert_equal, partitioned
 
 pytestmark = pytest.mark.medium
 
-# (groups, experts, rows of a group for each, width), and experts of (width, hidden) and back.
+# (groups, experts, rows of a group per expert, width), and experts of (width, hidden) and back.
 ROWS, UP, DOWN = (8, 8, 4, 16), (8, 16, 32), (8, 32, 16)
 RNG = np.random.default_rng(0)
 
@@ -24,7 +24,7 @@ STACK = {'down': array(3, *DOWN), 'up': array(3, *UP)}
 
 
 def experts(w, x):
-    """Returns what each expert makes of its rows, with the experts first."""
+    """Returns the results of each expert for its rows, with the experts first."""
     hidden = jax.nn.relu(jnp.einsum('gecd,edh->egch', x, w['up']))
     return jnp.einsum('egch,ehd->egcd', hidden, w['down'])
 

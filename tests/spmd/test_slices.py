@@ -16,7 +16,7 @@ GATHERED = {'all_gather state gathered for dot_general': 1}
 SENT = {'all_reduce examples moved for slice': 1}
 ALL = {'all_gather examples gathered for slice': 1}
 PRODUCT = {'all_reduce sum over blocks of state for a result': 1}
-# Of each program what it sends if devices have blocks of examples, and if they have blocks of features.
+# The collectives of each program if examples are sharded, and if features are sharded.
 PROGRAMS = {
     'first': (lambda w, x: (x @ w)[0], GATHERED | SENT, {'all_reduce sum over examples for a result': 1}),
     'element': (lambda w, x: jnp.where(x[3, 2] > 0, x, 1 - x), SENT, SENT),
@@ -24,7 +24,7 @@ PROGRAMS = {
     'of both': (lambda w, x: x[4:8, 3:5] * w[2:6, 1:3], SENT | PRODUCT, SENT | PRODUCT),
     'integers': (lambda w, x: jnp.int32(x * 9)[-4:], SENT, {}),
     'all features': (lambda w, x: x[2:4, ::-1], SENT, {'all_gather examples gathered for rev': 1}),
-    # It is as much to send a sum of half of them as it is to gather them all.
+    # Reducing half of them sends as many bytes as gathering all of them.
     'half': (lambda w, x: x[:16], ALL, {}),
     'booleans': (lambda w, x: (x > 0)[2:4], ALL, {}),
     'one by one': (lambda w, x: sum(jnp.sin(x[i]) for i in range(3)), ALL, {}),

@@ -1,4 +1,4 @@
-"""State that is not used once per layer: what is gathered, and what is reduced."""
+"""State that is not used once per layer: its gathers, and its reductions."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def sgd(loss):
 
 
 def adapters(w, x):
-    """Frozen weights, with adapters of low rank."""
+    """Frozen weights with low-rank adapters."""
     frozen, trained = w
 
     def loss(trained):
@@ -113,14 +113,14 @@ def averaged(w, x):
 
 @sgd
 def complex_weights(w, x):
-    """A complex weight whose parts are stored in a stack."""
+    """A complex weight whose real and imaginary parts are stored in a stack."""
     weight = w['parts'][0] + 1j * w['parts'][1]
     return jnp.mean(jnp.real(jnp.tanh(x @ weight)) ** 2)
 
 
 @sgd
 def block_diagonal(w, x):
-    """Of which a loop over time takes all blocks: they are gathered before the loop."""
+    """A loop over time uses all blocks, so they are gathered before the loop."""
     x = jnp.tile(x[:, None], (1, 4, 1))
     cell = lambda h, _: (jnp.tanh(jnp.einsum('bki,kio->bko', h, w['blocks'])), None)  # noqa: E731
     return jnp.mean(lax.scan(cell, x, None, length=3)[0] ** 2)
@@ -128,7 +128,7 @@ def block_diagonal(w, x):
 
 MATRIX = 4 * WIDTH * WIDTH
 X = array(16, WIDTH)
-# Of each program the bytes and the number of its gathers, and of its reductions, that are no scalars.
+# The bytes and the counts of each program's gathers, and of its reductions of arrays.
 CASES = {
     'adapters': (
         *(adapters, ADAPTERS, X),
@@ -151,7 +151,7 @@ CASES = {
         {('all_gather', MATRIX): 1},
         {('reduce_scatter', MATRIX): 1},
     ),
-    # For the look-up, and for the products in both passes.
+    # For the lookup, and for the matmuls in both passes.
     'tied': (
         *(tied, {'embed': array(WORDS, WIDTH)}, X),
         {('all_gather', 2 * MATRIX): 1},
@@ -231,7 +231,7 @@ CACHE = EXAMPLES, TOKENS, HEADS, WIDTH // HEADS
 
 
 def decoded(state, batch):
-    """One token of each example, drawn of the four likeliest ones, and the caches with its key and value."""
+    """One token of each example, sampled from the top four, and the caches with its key and value."""
     w, position, key = state
     keys, values, tokens = batch
     x = w['embed'][tokens]
@@ -258,7 +258,7 @@ def generated(state, batch):
 
 
 def evaluated(state, batch):
-    """An accuracy, one of five, a cost, and how often each word is taken for each other."""
+    """An accuracy, a top-five accuracy, a cost, and a confusion matrix."""
     w, *_ = state
     tokens = batch[2]
     logits = jnp.tanh(w['embed'][tokens] @ w['query']) @ w['embed'].T
@@ -278,7 +278,7 @@ def test_forward_passes_gather_weights_alone(fun):
     gathers = [row for row in step.collective_rows if row.kind == 'all_gather']
     assert gathers
     assert all(row.reason.startswith("weight [0]['") for row in gathers)
-    # Of the embedding, the look-up and the product share a gather; a loop takes what was gathered before it.
+    # The lookup and the matmul of the embedding share a gather; a loop uses weights gathered before it.
     assert sum(row.count for row in gathers) == {decoded: 5, generated: 5, evaluated: 2}[fun]
     assert {row.kind for row in step.collective_rows} <= {'all_gather', 'all_reduce'}
     assert_equal(run(), jax.jit(fun)(state, batch))

@@ -89,8 +89,8 @@ def arguments():
 
 
 FSDP = FSDPShardingRule(min_fsdp_size=1)
-# Of weights: a gather in the loop of the forward pass, and one in that of the backward pass. Of what is
-# around the loops, the backward pass takes no embedding, and holds what it begins with.
+# Weights: a gather in the forward loop, and one in the backward loop. Outside the loops, the backward
+# pass does not use the embedding, and keeps the weight that it starts with.
 WEIGHTS = len(MATRICES) + 2
 COLUMNS, ROWS = P(None, 'fsdp', 'tp'), P(None, 'tp', 'fsdp')
 TENSOR_PARALLEL = TreePathShardingRule(
@@ -112,7 +112,7 @@ STRATEGIES = {
         *([2, 4], ['replica', 'fsdp'], FSDP, P(('replica', 'fsdp'))),
         {'all_gather': 2 * WEIGHTS + 4, 'reduce_scatter': WEIGHTS + 3, 'psum': WEIGHTS + 3 + 2},
     ),
-    # The norm behind the layers is replicated, and the global norm is summed before it and behind it.
+    # The norm after the layers is replicated, and the global norm is summed before and after it.
     'FSDP x TP': (
         *([4, 2], ['fsdp', 'tp'], TENSOR_PARALLEL, P('fsdp')),
         {'all_gather': 2 * WEIGHTS + 2, 'reduce_scatter': WEIGHTS + 2, 'psum': 4},
@@ -159,7 +159,7 @@ def test_an_unsupported_step_runs_unpartitioned():
 
 
 def test_a_gradient_around_a_step_is_right():
-    """JAX differentiates the step as it is: a sum over devices has no gradient of its own there."""
+    """JAX differentiates the original step, since sums over devices have no gradient there."""
     helper = MeshShardingHelper([8], ['fsdp'])
 
     def value(w, x):

@@ -1,4 +1,4 @@
-"""Examples move to state if they are smaller: to rows of tables, to experts, to weights of few examples."""
+"""Examples move to state if they are smaller: to rows of tables, to experts, to weights."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def squares(w, tokens):
 
 
 def experts(w, x):
-    """Tokens of each group go to experts: those that the router chooses, in places of theirs."""
+    """The tokens of each group go to the experts that the router selects, within a capacity."""
     capacity = 4
     chosen = jax.nn.one_hot(jnp.argmax(x @ w['router'], -1), w['up'].shape[0])
     positions = (jnp.cumsum(chosen, 1) * chosen - 1).astype('int32')
@@ -53,7 +53,7 @@ KERNELS = {'first': array(3, 3, 16, 64), 'second': array(3, 3, 64, 16)}
 
 
 def convolved(w, x):
-    """Two layers of a convolutional network, of small images with many features."""
+    """Two convolutional layers on small images with many features."""
 
     def conv(x, kernel):
         numbers = ('NHWC', 'HWIO', 'NHWC')
@@ -71,7 +71,7 @@ CASES = {
 }
 EXPECTED = {
     'rows': {
-        # Numbers of rows come to the table, and rows back; their gradients come to the table.
+        # Row indices move to the table, and rows back; gradients of rows move to the table.
         "all_gather indices of rows of ['table'] gathered": 1,
         "reduce_scatter rows of ['table'] moved": 1,
         "all_gather gradients of rows of ['table'] moved": 1,
@@ -111,7 +111,7 @@ def test_tokens_move_to_experts_and_the_experts_stay():
     counts = collectives(step)
     gathered = [reason for reason in counts if reason.startswith('all_gather')]
     assert gathered == ["all_gather weight ['router'] for dot_general"]
-    # To the experts and back, and gradients to the experts; nobody asks for those of the tokens.
+    # To the experts and back, and gradients to the experts; gradients of tokens are not needed.
     assert sum(count for reason, count in counts.items() if reason.startswith('all_to_all')) == 3
 
 
@@ -153,7 +153,7 @@ def test_gradients_that_a_loop_accumulates_are_reduced_after_it(form):
 
         return jnp.mean(lax.scan(cell, x, None, length=64)[0] ** 2)
 
-    # One product with the weight moves fewer bytes than its gradient; all rounds together move more.
+    # One matmul with the weight moves fewer bytes than its gradient; all iterations together move more.
     state, batch = {'h': array(64, 64) / 16}, array(8, 64)  # small, so that rounding does not grow
     step, run = partitioned(sgd(loss), state, batch, result_specs=specs_of(state))
     counts = collectives(step)
@@ -171,7 +171,7 @@ MODES = ['fill', 'clip', 'promise_in_bounds']
 @pytest.mark.sampled(3)
 def test_indices_out_of_bounds_in_rows_of_a_table(mode, dtype, mesh):
     below = {'int8': 128, 'uint8': 256, 'int32': 600}[dtype]
-    # JAX promises nothing of indices that are out of bounds where they are promised to be in bounds.
+    # JAX does not define out-of-bounds indices in the mode 'promise_in_bounds'.
     size = below if mode == 'promise_in_bounds' else 64
     table, at = {'table': array(-(-size // 8) * 8, 16)}, indices(8, 1, below=below).astype(dtype)
     if mode != 'promise_in_bounds' and dtype != 'uint8':

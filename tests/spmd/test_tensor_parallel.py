@@ -23,7 +23,7 @@ def array(*shape, dtype='float32'):
 
 
 def exchanged(step):
-    """Each exchange, with the shapes of its ends on one device, and the axes that are manual around it."""
+    """Returns each exchange, with its local shapes before and after, and the manual axes around it."""
     return [
         (
             equation.primitive.name,
@@ -105,7 +105,8 @@ def shared(fun):
         (lambda w: lax.with_sharding_constraint(w, P(None, 'tp')), ((), ('tp',))),
         (lambda w: lax.with_sharding_constraint(w, P(OPEN, None)), (('tp',), ())),
         (lambda w: lax.with_sharding_constraint(w, P()), ()),
-        # What a function is called with in two ways is not clear in it; behind it, it is.
+        # An argument of a function that is called with two shardings is ambiguous inside it, but not after
+        # it.
         (shared(lambda a, b: a + b.T), (('tp',), ())),
     ],
 )
@@ -130,7 +131,7 @@ BOTH = ('fsdp', 'tp')
 
 
 def test_blocks_along_tp_are_gathered_and_reduced():
-    """Devices exchange half of a weight, which a device has along tp; none is gathered along tp first."""
+    """Devices exchange the half of a weight that they hold along tp; it is not gathered along tp first."""
     step, _ = run_momentum(mlp, WEIGHTS, array(8, 8), [P('fsdp', 'tp'), P('tp', 'fsdp')])
     assert sorted(x for x in exchanged(step) if x[0] != 'psum') == [
         ('all_gather', (2, 8), (8, 8), BOTH),
@@ -173,7 +174,7 @@ def test_one_dimension_over_both_axes(spec, mesh):
     types = (jax.sharding.AxisType.Auto,) * 2
     expected = jax.NamedSharding(jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=types), spec)
     for result in run()[:-1]:
-        if spec == P(('tp', 'fsdp')):  # blocks along fsdp stay in one piece: out_shardings see to the rest
+        if spec == P(('tp', 'fsdp')):  # blocks along fsdp stay contiguous; out_shardings do the rest
             expected = jax.NamedSharding(expected.mesh, P(('fsdp', 'tp')))
         assert result.sharding.is_equivalent_to(expected, 2), result.sharding
 
@@ -197,7 +198,7 @@ def test_several_axes_of_each_kind():
 
 
 def constraints(step):
-    """The constraints inside."""
+    """Returns the constraints inside."""
     return [
         equation.params['sharding'].spec
         for equation in all_equations(step.jaxpr)
@@ -228,7 +229,7 @@ def test_constraints_along_other_axes_stay_constraints(spec, expected):
 
 
 def test_a_constraint_along_both_kinds_of_axes_is_split():
-    """Along the batch axis it moves blocks; along the other one it is a constraint."""
+    """Along the batch axis it moves blocks; along the other axis it is a constraint."""
 
     def fun(w, x):
         return lax.with_sharding_constraint(jnp.tanh(x @ w), P(None, ('fsdp', 'tp')))
@@ -266,13 +267,13 @@ def test_results_have_their_specs():
     assert results[0].sharding.spec == P('fsdp', 'tp')
 
 
-# The mesh, and where the batch is on it.
+# The mesh, and the spec of the batch.
 ROUNDS = {'tp': (TP, P('fsdp')), 'features': (FSDP, P(None, 'fsdp'))}
 
 
 @pytest.mark.parametrize('name', ROUNDS)
 def test_devices_run_a_loop_with_a_test_for_each_example_equally_long(name):
-    """Else they would run different numbers of rounds, in which they or the compiler exchange something."""
+    """Otherwise devices would run different numbers of iterations with collectives inside."""
 
     def fun(w, x):
         def until(x):
@@ -302,7 +303,7 @@ def decode(weights, cache, x, position):
 
 @pytest.mark.parametrize('batch', [{}, {'batch_argnums': (1, 2)}, {'batch_argnums': 2}], ids=str)
 def test_heads_of_a_cache_stay_where_they_are(batch):
-    """The axis of its heads is none of the batch: no feature is gathered along it."""
+    """The axis of its heads is not a batch axis: no feature is gathered along it."""
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
     weights = {'query': array(8, 4, 6), 'key': array(8, 4, 6) + 1, 'output': array(4, 6, 8)}
     rule = TreePathShardingRule(('query|key', P('fsdp', 'tp')), ('output', P('tp', None, 'fsdp')))
@@ -317,7 +318,7 @@ def test_heads_of_a_cache_stay_where_they_are(batch):
 
 
 def test_heads_that_do_not_divide_stay_replicated():
-    """Two heads of a cache and four devices: the loop keeps the cache as it is before and behind it."""
+    """Two heads of a cache and four devices: the cache has one sharding before, in and after the loop."""
 
     def grouped(w, cache, x):
         def layer(x, both):

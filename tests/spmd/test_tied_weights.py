@@ -11,7 +11,7 @@ from tests.support.partitioned import FSDP, HSDP, TP, assert_equal, partitioned
 pytestmark = pytest.mark.medium
 
 RNG = np.random.default_rng(0)
-# The layers are larger than the table, so that the passes do not hold it in between.
+# The layers are larger than the table, so that the table is not kept between the passes.
 TABLE, LAYERS = (np.asarray(RNG.normal(size=shape) / 4, 'f') for shape in ((16, 8), (4, 8, 64)))
 TOKENS = RNG.integers(0, 16, (16, 3), 'int32')
 
@@ -34,7 +34,7 @@ def by_einsum(table, weights, tokens):
 
 
 def by_functions(table, weights, tokens):
-    """As modules do: each use casts the table, in a function of its own."""
+    """Each use casts the table in a separate function, as in modules."""
     x = layers(jax.jit(lambda t: jnp.take(t, tokens, axis=0))(table), weights)
     return cross_entropy(jax.jit(lambda t, x: x @ t.T)(table, x), tokens)
 
@@ -77,5 +77,5 @@ def test_each_pass_gathers_a_table_once(loss, mesh):
     assert passes[0] == 1, passes
     assert passes[1] <= 1, passes
     reduced = [row.count for row in step.collective_rows if (row.kind, row.path) == ('reduce_scatter', '[0]')]
-    assert sum(reduced) == (2 if loss is by_casts else 1)  # the model adds both in float32, behind the casts
+    assert sum(reduced) == (2 if loss is by_casts else 1)  # the model adds both in float32, after the casts
     assert_equal(run(), jax.jit(updated(loss))((TABLE, LAYERS), TOKENS), 2e-3 if loss is by_casts else 1e-5)

@@ -1,4 +1,4 @@
-"""Primitives of other libraries, for which there are no rules, whatever their names are."""
+"""Primitives of other libraries, which have no rules, even if they reuse names of JAX."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ X = np.linspace(-1, 1, 128, dtype='f').reshape(16, 8)
 
 
 def other(name):
-    """A primitive of another library, named like one of JAX, that takes the first of its operands."""
+    """Returns a primitive of another library, with a name of JAX, that returns its first operand."""
     primitive = Primitive(name)
     primitive.def_abstract_eval(lambda *operands: operands[0])
     mlir.register_lowering(primitive, lambda context, *operands: [operands[0]])
@@ -35,4 +35,4 @@ def test_primitives_that_reuse_names_of_jax_gather_all_examples():
     step, run = partitioned(fun, W, X)
     assert_equal(run(), [jnp.tanh(X)] * len(TABLED))
     told = {row.primitive for row in step.collective_rows if row.what == 'examples'}
-    assert told == {*TABLED} - {'add_any'}  # which is told as add
+    assert told == {*TABLED} - {'add_any'}  # which is reported as add

@@ -1,4 +1,4 @@
-"""Values that users place: constraints, annotations, `device_put`, and shardings of `jit` or `shard_map`.
+"""Shardings inside a function: constraints, annotations, `device_put`, and shardings of `jit` or `shard_map`.
 
 Along the batch axes they are conversions between placements, which the report lists.
 """
@@ -49,12 +49,12 @@ PLACED = {
     )[0],
 }
 INSIDE = ('arguments of a jit', 'in a loop')
-# What moves, and how often in a loop of two rounds, which ends with examples where it begins with them.
+# The collectives and their counts. A loop of two iterations ends with the sharding it starts with.
 MOVES = {ROWS: {}, P(): {'all_gather': 2}, P('tp'): {'all_gather': 2}, COLUMNS: {'all_to_all': 4}}
 
 
 def placing(name, spec):
-    """A step that places a product, and computes with the placed product."""
+    """A step that constrains the result of a matmul, and uses the constrained value."""
 
     def fun(w, x):
         value = PLACED[name](x @ w, spec)
@@ -64,7 +64,7 @@ def placing(name, spec):
 
 
 def moved(step, *args):
-    """How often examples are moved by each kind of collective, and for what."""
+    """Counts the collectives that move examples, by kind and reason."""
     rows = {}
     for row in step.explain_propagation(*args).gathered_examples:
         rows[row.kind, row.primitive] = rows.get((row.kind, row.primitive), 0) + row.count
@@ -90,7 +90,7 @@ def test_values_are_placed_where_users_say():
 
 @pytest.mark.parametrize('spec', MOVES, ids=str)
 def test_moved_examples_are_reported(spec):
-    """Nothing is compiled here."""
+    """Nothing is compiled."""
     kinds = {
         name: {kind: 0 for kind, _ in moved(HELPER.sjit(placing(name, spec), **SHARDINGS), W, X)}
         for name in PLACED
@@ -101,7 +101,7 @@ def test_moved_examples_are_reported(spec):
 
 
 def mixed(x):
-    """A value of all examples, which every device has."""
+    """A replicated value computed from all examples."""
     return jnp.fft.fft(x, axis=0).real
 
 
@@ -118,12 +118,12 @@ BEHIND = {
 
 
 def is_on_examples(step, *args):
-    """Whether a weight is gathered for examples: else it stays in blocks, and devices have all examples."""
+    """Returns whether a weight is gathered for examples, instead of examples for its shards."""
     return any(row.what == 'weight' for row in step.explain_propagation(*args).collectives)
 
 
 def test_a_batch_begins_again_where_users_place_it():
-    """Nothing is compiled here, and FFTs of all examples gather them."""
+    """Nothing is compiled. FFTs of all examples gather them."""
     for name, again in AGAIN.items():
         names = {'annotation_shardings': {'rows': ROWS}} if name == 'annotation' else {}
 

@@ -1,4 +1,4 @@
-"""The batch is known wherever it comes from, and only its axes shard it."""
+"""The batch is recognized wherever it comes from, and only its axes shard it."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def params():
 
 
 def training_bytes():
-    """Two gathers and one reduction of the parameters."""
+    """Returns the bytes of two gathers and one reduction of the parameters."""
     return 3 * sum(leaf.nbytes for leaf in jax.tree.leaves(params())) + 4096
 
 
@@ -75,7 +75,7 @@ def from_donated_tokens():
     )
 
 
-# A batch of integers has no result of its shape to be reused for.
+# No result has the shape of the integer batch, so its donated buffer cannot be reused.
 unused_donation = pytest.mark.filterwarnings('ignore:Some donated buffers were not usable:UserWarning')
 TOKENS = np.random.default_rng(1).integers(0, 64, MODEL.batch).astype('int32')
 
@@ -123,7 +123,7 @@ ATTENTION = TreePathShardingRule(
 
 
 def next_token(w, cache, x, position):
-    """One token of an attention layer, an MLP, and the largest of the logits."""
+    """Computes one token with an attention layer, an MLP, and the largest logit."""
     q = jnp.einsum('bd,dhk->bhk', x, w['q'])
     key = jnp.einsum('bd,dhk->bhk', x, w['k'])
     cache = jax.lax.dynamic_update_slice(cache, key[:, None], (0, position, 0, 0))

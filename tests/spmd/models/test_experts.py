@@ -1,4 +1,4 @@
-"""Experts that sort all tokens of a batch: each device sorts its own, and only weights move."""
+"""Experts that sort all tokens of a batch: each device sorts its own tokens, and only weights move."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Operations on each example alone run on the device of the example: only weights are moved."""
+"""Per-example operations run on the device of the example: only weights move."""
 
 import functools
 import math
@@ -67,7 +67,7 @@ def codebook(w, x):
 
 
 def block_diagonal(w, x):
-    """A recurrent cell that multiplies each block of its state by a matrix of its own."""
+    """A recurrent cell that multiplies each block of its state by a separate matrix."""
 
     def cell(h, _):
         return jnp.tanh(jnp.einsum('bki,kio->bko', h, w['blocks'])), None
@@ -195,7 +195,7 @@ def test_a_grouped_convolution_with_a_replicated_kernel_moves_and_keeps_no_other
     plan = HELPER.plan(step, *GROUPED.types())
     images = 4 * math.prod(GROUPED.batch)
     assert moved_bytes(plan) <= GROUPED.training_bytes
-    assert plan.memory.peak < images  # those of all devices; a device has an eighth of them
+    assert plan.memory.peak < images  # the examples of all devices; one device holds an eighth of them
 
 
 @pytest.mark.medium

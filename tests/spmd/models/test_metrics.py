@@ -1,4 +1,4 @@
-"""Metrics of a training step do not send logits: of each example, one number is enough."""
+"""Metrics of a training step do not send logits: one number per example is enough."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def arguments(vocabulary, width, batch):
 
 
 def moved_for_accuracy(helper, *args, **options):
-    """The bytes that a step with an accuracy moves more than one without."""
+    """Returns the additional bytes that a step with an accuracy moves."""
     with_accuracy, without = (
         moved_bytes(helper.plan(compiled(helper, accuracy), *args, **options)) for accuracy in (True, False)
     )
@@ -59,7 +59,7 @@ def test_values_are_those_of_one_device():
 def test_an_accuracy_sends_no_logits():
     args = jax.eval_shape(lambda: arguments(4096, 64, (8, 64)))
     tokens = 8 * 64
-    # A logit and a position of each token from each device.
+    # Each device sends one logit and its index per token.
     assert moved_for_accuracy(HELPER, *args) <= 8 * 8 * tokens
 
 

@@ -26,7 +26,7 @@ def basis(matrix):
 
 
 def preconditioned(decompose):
-    """A training step of layers in a stack whose gradients are multiplied by decomposed preconditioners."""
+    """A training step of stacked layers whose gradients are multiplied by decomposed preconditioners."""
 
     def loss(w, x):
         return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w['layers'])[0] ** 2)
@@ -39,7 +39,7 @@ def preconditioned(decompose):
     return step
 
 
-# The names of LAPACK's routines in programs for CPUs.
+# The LAPACK routines in programs for CPUs.
 DECOMPOSITIONS = {'eigh': (inverse_root, 'syevd'), 'qr': (basis, 'geqrf')}
 
 
@@ -70,7 +70,7 @@ def test_each_device_decomposes_some_of_the_matrices(decompose, routine):
 
 
 def clipped(norm):
-    """A training step that clips each gradient by its own norm (AGC, LARS)."""
+    """A training step that clips each gradient by its norm (AGC, LARS)."""
 
     def loss(w, x):
         return jnp.mean((jnp.tanh(x @ w['up']) @ w['down']) ** 2)

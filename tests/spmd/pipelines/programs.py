@@ -1,6 +1,6 @@
-"""Odd programs with a loop over layers, as users write them: losses of (params, batch, key), for one device.
+"""Unusual programs with a loop over layers, as users write them: losses of (params, batch, key).
 
-`PROGRAMS` run as pipelines and compute what one device computes; `REFUSED` mix rows in a layer.
+`PROGRAMS` run as pipelines with the results of one device; `REFUSED` mix examples in a layer.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ Loss = Callable[[Any, Any, Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program, and how it runs.
+    """A program, and how to run it.
 
     Attributes:
-        loss: the loss, or what it computes if no gradient is taken.
-        parts: into how many microbatches rows are dealt.
-        mesh: the axes of the mesh, and their sizes.
-        spec: where the batch is.
+        loss: the loss, or another function if no gradient is computed.
+        parts: the number of microbatches.
+        mesh: mesh axis -> size.
+        spec: the spec of the batch.
         has_gradient: whether the gradients of the parameters are compared too.
-        tolerance: the largest difference, as a part of the largest value.
-        function: what is compiled, if neither the loss nor `jax.value_and_grad` of it.
+        tolerance: the largest difference, relative to the largest value.
+        function: the function to compile, if it is neither the loss nor its `jax.value_and_grad`.
     """
 
     loss: Loss
@@ -56,13 +56,13 @@ class Program:
 
     @property
     def compiled(self) -> Loss:
-        """The function to compile."""
+        """Returns the function to compile."""
         if self.function is not None:
             return self.function(self.loss)
         return jax.value_and_grad(self.loss) if self.has_gradient else self.loss
 
     def helper(self) -> MeshShardingHelper:
-        """The helper of its mesh."""
+        """Returns the helper of its mesh."""
         devices = jax.devices()[: int(np.prod([*self.mesh.values()]))]
         return MeshShardingHelper([*self.mesh.values()], [*self.mesh], devices=devices)
 
@@ -90,7 +90,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def arguments() -> tuple[Any, Any, Any]:
-    """Parameters, a batch of arrays of several ranks, and a key."""
+    """Returns parameters, a batch of arrays of several ranks, and a key."""
     layers = {
         'up': normal(LAYERS, WIDTH, WIDTH),
         'down': normal(LAYERS, WIDTH, WIDTH, seed=1),
@@ -120,7 +120,7 @@ def error(params: Any, x: Any, batch: Any) -> Any:
 
 
 def of_layers(layer: Callable[[Any, Any], Any], params: Any, batch: Any, **scan: Any) -> Any:
-    """The loss after a loop over layers that only have carries."""
+    """Returns the loss after a loop over layers that only have carries."""
     x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), entered(params, batch), params['layers'], **scan)
     return error(params, x, batch)
 
@@ -129,7 +129,7 @@ def of_layers(layer: Callable[[Any, Any], Any], params: Any, batch: Any, **scan:
 
 
 def everything(params: Any, batch: Any, key: Any) -> Any:
-    """Two streams of rows, a counter, a key, a sum over rows, and a number."""
+    """Two streams of examples, a counter, a key, a sum over examples, and a number."""
 
     def layer(carried: Any, w: Any) -> tuple[Any, None]:
         x, y, count, key, total, scale = carried
@@ -201,7 +201,7 @@ def in_float16_with_a_scaled_loss(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def constants_with_rows(params: Any, batch: Any, key: Any) -> Any:
-    """Masks, segments, outputs of an encoder with a gradient, and weights that layers share."""
+    """Masks, segments, outputs of an encoder with a gradient, and weights shared by layers."""
     encoded = jnp.tanh(batch['x'] @ params['shared'])
     same = batch['segments'][:, :, None] == batch['segments'][:, None, :]
 
@@ -215,7 +215,7 @@ def constants_with_rows(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def outputs_of_layers(params: Any, batch: Any, key: Any) -> Any:
-    """Layers output rows, sums over rows, values of weights alone, and sums of both."""
+    """Layers output per-example values, sums over examples, functions of weights only, and sums of both."""
 
     def layer(x: Any, w: Any) -> tuple[Any, Any]:
         x = block(x, w)
@@ -261,7 +261,7 @@ def evaluation(params: Any, batch: Any, key: Any) -> Any:
 
 @program(has_gradient=False)
 def caches(params: Any, batch: Any, key: Any) -> Any:
-    """Decodes a token: layers read and write a stack of caches with rows."""
+    """Decodes a token: layers read and write stacked caches of the examples."""
     cache = jnp.zeros((LAYERS, ROWS, LENGTH, WIDTH)).at[:, :, 0].set(batch['x'][:, 0])
 
     def layer(x: Any, layer_inputs: Any) -> tuple[Any, Any]:
@@ -378,7 +378,7 @@ def derivatives_of_their_own(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def numbers_of_rows(params: Any, batch: Any, key: Any) -> Any:
-    """Values that only depend on the index of a row, and tables indexed by it or by tokens."""
+    """Values that only depend on the index of an example, and tables indexed by it or by tokens."""
 
     def layer(x: Any, w: Any) -> Any:
         numbers = jnp.arange(len(x))
@@ -430,7 +430,7 @@ def code_of_one_example(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def other_generators(params: Any, batch: Any, key: Any) -> Any:
-    """With one key for all rows, other generators draw as threefry does."""
+    """With one key for all examples, other generators draw the same bits as threefry."""
     keys = jax.random.split(jax.random.key(3, impl='rbg'), LAYERS)
 
     def layer(x: Any, layer_inputs: Any) -> tuple[Any, None]:
@@ -486,7 +486,7 @@ def groups_of_layers(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def two_loops(params: Any, batch: Any, key: Any) -> Any:
-    """Loops of two depths (the layers, the layers twice), and a loop without rows over norms of weights."""
+    """Loops of two depths (the layers, the layers twice), and a loop over norms of weights."""
     both = jax.tree.map(lambda w: jnp.concatenate([w, w]), params['layers'])
     x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), entered(params, batch), params['layers'])
     x, _ = jax.lax.scan(lambda x, w: (jnp.sin(block(x, w)), None), x, both)
@@ -511,7 +511,7 @@ def in_a_loop(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def parts_of_the_batch(params: Any, batch: Any, key: Any) -> Any:
-    """The mean loss of parts of the batch, one after the other."""
+    """The mean loss of slices of the batch, one after the other."""
     parts = {name: batch[name].reshape(2, -1, LENGTH, WIDTH) for name in 'xy'}
 
     @jax.checkpoint
@@ -531,11 +531,11 @@ PROGRAMS['parts_of_the_batch_by_microbatch'] = Program(
 PROGRAMS['many_microbatches'] = Program(plain, parts=4, mesh={'stage': 4, 'fsdp': 2})
 
 
-# Sums over the batch that output no rows ----------------------------------------------------------
+# Sums over the batch that do not affect examples -------------------------------------------------
 
 
 def unevenness(x: Any, w: Any) -> Any:
-    """The loss that keeps experts even: a product of two means over all tokens."""
+    """A load-balancing loss: a product of two means over all tokens."""
     probs = jax.nn.softmax(x @ w['up'])
     return WIDTH * jnp.mean(probs, (0, 1)) @ jnp.mean(probs > 0.1, (0, 1))
 
@@ -567,7 +567,7 @@ def balance_losses_computed_again(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def balance_losses_of_a_loop(params: Any, batch: Any, key: Any) -> Any:
-    """One loop outputs rows and a sum over them."""
+    """One loop outputs examples and a sum over them."""
 
     @jax.checkpoint
     def layer(x: Any, w: Any) -> tuple[Any, Any]:
@@ -630,7 +630,7 @@ def sums_of_layers_in_a_call(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def running_means(params: Any, batch: Any, key: Any) -> Any:
-    """A layer reads sums over the batch of the layers before."""
+    """A layer reads sums over the batch from earlier layers."""
 
     def layer(carried: Any, w: Any) -> tuple[Any, Any]:
         x, mean = carried
@@ -674,7 +674,7 @@ def masks_of_the_batch_in_evaluation(params: Any, batch: Any, key: Any) -> Any:
     return of_masks(params, batch)
 
 
-# Layers that mix rows -----------------------------------------------------------------------------
+# Layers that mix examples -------------------------------------------------------------------------
 
 
 @refused()
@@ -702,7 +702,7 @@ def sorted_rows(params: Any, batch: Any, key: Any) -> Any:
 
 @refused()
 def capacity_of_the_batch(params: Any, batch: Any, key: Any) -> Any:
-    """Experts take the first tokens of all rows."""
+    """Experts process the first tokens of all examples."""
 
     def layer(x: Any, w: Any) -> Any:
         tokens = x.reshape(-1, WIDTH)
@@ -775,7 +775,7 @@ def keys_of_rows_of_another_generator(params: Any, batch: Any, key: Any) -> Any:
 
 @program()
 def draws_of_gamma(params: Any, batch: Any, key: Any) -> Any:
-    """One key draws for all elements: drawing fewer elements gives other values."""
+    """One key draws all elements: drawing fewer elements gives other values."""
     before = jax.random.gamma(key, 2.0, (ROWS, 1, 1))
 
     def layer(x: Any, w: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Steps with stages as they are called: donated, with static arguments, verified."""
+"""Calls of pipelined steps: with donation, static arguments, and verification."""
 
 import functools
 import re
@@ -17,7 +17,7 @@ from tests.spmd.pipelines.test_programs import QUICKLY, assert_close
 
 STAGES = Pipeline('stage', 2)
 HELPER = Program(plain).helper
-# Weights that are gathered again in the backward pass are kept apart as well: these are not.
+# Excludes weights that the backward pass gathers again, which also have barriers.
 LAYERS_ALONE = TreePathShardingRule(('layers', P('stage')), ('.*', P()))
 staged = functools.partial(dict, batch_argnums=1, pipeline=STAGES)
 

@@ -1,4 +1,4 @@
-"""Groups of layers that stages exchange, and constants that loops compute themselves."""
+"""Groups of layers that stages exchange, and constants that are computed inside loops."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The models of the table "unchanged code" with their layers in stages: losses and updates of one device."""
+"""The models of benchmarks/unchanged as pipelines: the losses and updates of one device."""
 
 import contextlib
 import dataclasses
@@ -23,15 +23,15 @@ MESHES = {
     'two stages, tensor parallel': {'stage': 2, 'fsdp': 2, 'tp': 2},
 }
 QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
-# Two loops, constants with rows, and dropout; `make test-all` runs all.
+# Two loops, per-example constants, and dropout; `make test-all` runs all models.
 OFTEN = {('encoder-decoder', 'two stages, tensor parallel')}
-# Layers in a Python loop, or none.
+# Models with layers in a Python loop, or without layers.
 WITHOUT_STACKS = {
     *('flax.nnx modules', 'UNet with attention', 'ResNet with BatchNorm', 'recurrent cell'),
     *('recommender', 'graph network', 'graphs, mapped'),
 }
-# These models sort the rows of all examples, or loop over rows; where a balance loss follows, the error names
-# it first. scalax does not know what a kernel computes.
+# These models sort tokens of all examples, or loop over examples; if a balance loss follows, the error names
+# it first. scalax cannot analyze kernels.
 _UNEVEN = (
     'dot_general uses a batch-wide sum, but a microbatch only has a partial sum, at experts.py:137 route'
 )
@@ -45,7 +45,7 @@ REFUSED = {
 
 
 def with_layers(sizes):
-    """The sizes of a model, or of parts of it, with LAYERS layers."""
+    """Returns the sizes of a model, or of parts of it, with LAYERS layers."""
     changed = {}
     for field in dataclasses.fields(sizes):
         value = getattr(sizes, field.name)
@@ -58,7 +58,7 @@ def with_layers(sizes):
 
 @contextlib.contextmanager
 def deeper():
-    """Small models get as many layers as there are stages."""
+    """Returns a small model with as many layers as there are stages."""
     with contextlib.ExitStack() as stack:
         config = llama.ModelConfig
         for file in (llama, optimizers):
@@ -77,13 +77,13 @@ with deeper():
 
 @pytest.fixture(autouse=True)
 def small_angles():
-    """A rounding of 1,000 radians is 6e-5: programs that fuse the angle differ by it in its sine."""
+    """Uses small positions: at 1,000 radians, rounding is 6e-5, and fused programs differ in the sine."""
     with mock.patch.object(diffusion, 'RADIANS', 1):
         yield
 
 
 def staged(model, mesh, microbatches=4):
-    """A step of a model, its layers in stages, and its arguments."""
+    """Returns a pipelined step of a model, and its arguments."""
     sizes = MESHES[mesh]
     helper = MeshShardingHelper([*sizes.values()], [*sizes])
     model = dataclasses.replace(model, optimizer=SGD, rows=2 * model.rows)

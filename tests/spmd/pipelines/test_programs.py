@@ -1,4 +1,4 @@
-"""Odd programs compute as pipelines what one device computes; errors name the line that mixes rows."""
+"""Unusual programs as pipelines have the results of one device; errors name the line that mixes examples."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ from tests.spmd.pipelines.programs import LAYERS, PROGRAMS, REFUSED, RULE, argum
 
 # These options halve the compile time.
 QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
-# Some programs of each kind; `make test-all` runs all.
+# Some programs of each kind; `make test-all` runs all programs.
 OFTEN = (
     'several_values_carried',
     'tokens_in_one_dimension',
@@ -54,7 +54,7 @@ def staged(program, **how):
 
 
 def assert_close(actual, expected, tolerance):
-    """The tolerance is relative to the largest value of an array; integers and booleans are equal."""
+    """Compares relative to the largest value of an array; integers and booleans must be equal."""
     for actual_leaf, expected_leaf in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         actual_leaf, expected_leaf = np.asarray(actual_leaf), np.asarray(expected_leaf)
         if np.issubdtype(expected_leaf.dtype, np.inexact):
@@ -80,7 +80,7 @@ def test_programs_compute_what_one_device_computes(name):
 
 
 def has_rounds(name):
-    """Whether layers and microbatches are divisible by stages and two rounds."""
+    """Returns whether layers and microbatches are divisible for two repeats."""
     program, layers = PROGRAMS[name], 2 if name == 'groups_of_layers' else LAYERS
     return program.parts % program.mesh['stage'] == 0 and layers % (2 * program.mesh['stage']) == 0
 

@@ -1,4 +1,4 @@
-"""GPipe and circular schedules that gather weights each tick or once: equal values, and bytes sent."""
+"""GPipe and circular schedules that gather weights each tick or once per step: values, and bytes sent."""
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,7 @@ def test_layers_are_sent_nowhere_but_to_the_stage_that_runs_them(pipeline):
     helper, fun = staged(step, pipeline)
     plan = make_plan(helper, fun, (parameters(), TOKENS), {})
     along = [row for row in plan.collectives if 'stage' in row.axes]
-    # Outside of the pipeline, rows and gradients also move between stages: fewer bytes than those of layers.
+    # Outside the pipeline, examples and gradients also move between stages, with fewer bytes than the layers.
     others = [row.bytes for row in along if row.kind != 'collective-permute']
     assert max(others) <= 64 * WIDTH * 4 < LAYERS * WIDTH * WIDTH * 4
     hops = 2 * (pipeline.num_repeats * pipeline.num_microbatches + 3)
