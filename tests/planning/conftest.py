@@ -1,4 +1,4 @@
-"""Plans are of programs that the compiler has just made, as users have it make them."""
+"""Compiles programs as users do: without a cache."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from tests.support import compilations
 
 @pytest.fixture(scope='module', autouse=True)
 def compiled_as_users_do() -> Iterator[None]:
-    """Of a program from a cache the compiler writes nothing down, and plans compile it again."""
+    """The compiler writes no dump for a cached program, so plans would compile it again."""
     before = jax.config.read('jax_disable_most_optimizations')
     jax.config.update('jax_disable_most_optimizations', False)
     with compilations.anew():

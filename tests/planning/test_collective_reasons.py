@@ -1,4 +1,4 @@
-"""Reasons in plans of the collectives that scalax wrote, from the names of their operations."""
+"""Reasons in plans for scalax's collectives, from the names of their operations."""
 
 import types
 
@@ -85,7 +85,7 @@ def test_scopes_exclude_the_indices_of_collectives():
 
 
 def test_a_collective_that_lost_its_name_has_no_reason_of_another_one():
-    """The compiler for TPUs makes a fusion of a reduction, and keeps no name: its neighbour has one."""
+    """The TPU compiler fuses a reduction and drops its name, next to a collective that has one."""
     reasons = {5: 'gradient of params/up'}
     neighbour = types.SimpleNamespace(op_name='jit(step)/scalax(gradient, 5)/reduce_scatter')
     nameless = types.SimpleNamespace(op_name='')

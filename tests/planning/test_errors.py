@@ -30,7 +30,7 @@ def test_the_compiler_speaks_first_and_then_we(snapshot):
 
 
 def test_a_compiler_is_left_at_once():
-    """Python hears nothing of Ctrl-C while a compiler runs in its main thread."""
+    """Python does not receive Ctrl-C while a compiler runs in its main thread."""
     released, threads = threading.Event(), []
 
     class Endless:
@@ -47,7 +47,7 @@ def test_a_compiler_is_left_at_once():
 
 
 def test_a_compiler_sees_the_settings_of_its_caller():
-    """It calls back into Python for custom_partitioning, where they decide what is traced."""
+    """It calls back into Python for custom_partitioning, whose tracing depends on settings."""
     seen = []
 
     class Records:
@@ -69,7 +69,7 @@ def test_a_compiler_sees_the_settings_of_its_caller():
 
 @pytest.mark.parametrize('platform', ['gpu', 'cpu'])
 def test_a_compiler_for_gpus_without_models_of_kernels_is_asked_without_them(platform):
-    """Once more, and what it says then is the error."""
+    """It compiles again, and the second error is raised."""
     asked = []
 
     class HasNoModels:

@@ -1,4 +1,4 @@
-"""FLOPs: compared with counts by hand, with XLA, and with formulas for decoders."""
+"""FLOPs, compared with counts by hand, with XLA, and with formulas for decoders."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ def counted(fun, *arguments):
 
 
 def flops(fun, *arguments):
-    """The operations of a function in which all of them can be counted."""
+    """Returns the FLOPs of a function in which all operations can be counted."""
     counted_flops = counted(fun, *arguments)
     assert counted_flops.exactness is Exactness.EXACT
     return counted_flops.count
@@ -39,9 +39,9 @@ def conv(x, w, strides=(1, 1), padding='VALID', **more):
 
 
 IMAGES, KERNEL = leaf(5, 3, 10, 9), leaf(7, 3, 4, 2)
-OUTPUTS = 5 * 7 * 7 * 8  # of a convolution without padding
+OUTPUTS = 5 * 7 * 7 * 8  # for a convolution without padding
 
-# name -> (function, arguments, operations). Everything here is one operation of XLA, too.
+# name -> (function, arguments, FLOPs). Each is one operation of XLA, too.
 OPERATIONS = {
     'matrices': (jnp.matmul, (leaf(3, 5), leaf(5, 7)), 2 * 3 * 5 * 7),
     'several at once': (jnp.matmul, (leaf(4, 3, 5), leaf(4, 5, 7)), 2 * 4 * 3 * 5 * 7),
@@ -68,7 +68,7 @@ OPERATIONS = {
         (IMAGES, leaf(10, 3, 4, 2)),
         2 * (1 * 10 * 7 * 8) * 3 * 4 * 2,
     ),
-    # Of 10 x 9 elements, 10 x 9 x 3 x 3 pairs would meet; those in the padding do not.
+    # 10 x 9 elements have 10 x 9 x 3 x 3 pairs, minus the pairs in the padding.
     'convolution with padding': (
         functools.partial(conv, padding='SAME'),
         (IMAGES, leaf(7, 3, 3, 3)),
@@ -77,7 +77,7 @@ OPERATIONS = {
     'transposed convolution': (
         functools.partial(conv, padding=((2, 2), (1, 1)), lhs_dilation=(2, 1)),
         (leaf(5, 3, 4, 6), leaf(7, 3, 3, 2)),
-        # Rows of the input lie at 0, 2, 4, 6: each meets all three rows of the kernel. Its columns: both.
+        # Dilated input rows are at 0, 2, 4, 6: each meets all three kernel rows, and both kernel columns.
         2 * 5 * 7 * 3 * (4 * 3) * (6 * 2),
     ),
     'convolution with a dilated kernel': (
@@ -102,7 +102,7 @@ def test_operations(fun, arguments, expected):
         assert compiled['flops'] == expected
 
 
-# name -> (function, arguments, operations), where XLA counts otherwise, or not at all.
+# name -> (function, arguments, FLOPs) of operations that XLA counts differently, or not at all.
 OTHERS = {
     'vectors': (jnp.dot, (leaf(9), leaf(9)), 2 * 9),
     'outer product': (functools.partial(jnp.einsum, 'i,j->ij'), (leaf(4), leaf(6)), 0),
@@ -112,7 +112,7 @@ OTHERS = {
         (leaf(3, 5, dtype=jnp.complex64), leaf(5, 7, dtype=jnp.complex64)),
         840,
     ),
-    # Each of 8 rows meets the matrix of one of the groups.
+    # Each of 8 rows is multiplied by the matrix of its group.
     'ragged': (jax.lax.ragged_dot, (leaf(8, 4), leaf(3, 4, 6), leaf(3, dtype=jnp.int32)), 2 * 8 * 4 * 6),
     'ragged, to the rows': (
         jax.grad(lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes).sum()),
@@ -142,7 +142,7 @@ def test_other_operations(fun, arguments, expected):
     assert flops(fun, *arguments) == expected
 
 
-# --- Loops, branches and calls: x is 4 x 4, so that one product takes 128 --------------------------
+# --- Loops, branches and calls: x is 4 x 4, so one matmul has 128 FLOPs -----------------------------
 
 X = leaf(4, 4)
 ONE = 2 * 4**3
@@ -153,7 +153,7 @@ def product(x):
 
 
 def loop(stop, step=1, start=0):
-    """Counts by itself, in rounds of which each has one product."""
+    """Counts its iterations; each has one matmul."""
     return lambda x: jax.lax.while_loop(
         lambda c: c[0] < stop, lambda c: (c[0] + step, product(c[1])), (start, x)
     )[1]
@@ -194,7 +194,7 @@ def on_grid(x):
     return pl.pallas_call(kernel, out_shape=x, grid=(3, 2), interpret=True)(x)
 
 
-# name -> (function of a 4 x 4 matrix, products)
+# name -> (function of a 4 x 4 matrix, matmuls)
 EXACT = {
     'jit': (jax.jit(product), 1),
     'jit twice': (lambda x: jax.jit(product)(jax.jit(product)(x)), 2),
@@ -242,7 +242,7 @@ class Holder:
 
 
 def held(name, count):
-    """A primitive that nobody has heard of, which holds jaxprs of one product each."""
+    """Binds an unknown primitive that contains jaxprs of one matmul each."""
     primitive = Primitive(name)
     primitive.def_abstract_eval(lambda x, **_: x)
     inner = jax.make_jaxpr(product)(np.ones((4, 4), np.float32))
@@ -253,7 +253,7 @@ def held(name, count):
     return fun
 
 
-# name -> (function of a 4 x 4 matrix, products, how well known)
+# name -> (function of a 4 x 4 matrix, matmuls, exactness)
 BOUNDED = {
     'while of unknown length': (endless, 1, Exactness.AT_LEAST),
     'while with a condition that computes': (
@@ -316,15 +316,15 @@ def test_scaled_matmuls_are_not_counted(multiply):
 
 
 def test_a_solver_is_counted_as_it_runs():
-    """Conjugate gradients, in three rounds at most.
+    """Conjugate gradients with at most three iterations.
 
-    A product of matrix and vector and two of vectors of 4 before the loop, and as many in each round.
+    One matrix-vector and two vector-vector products of size 4, before the loop and in each iteration.
     """
     assert counted(solved, X) == Flops((1 + 3) * (2 * 4 * 4 + 2 * 2 * 4), Exactness.AT_MOST)
 
 
 def test_loops_with_primitives_of_other_libraries():
-    """The condition of the loop is not known."""
+    """The condition of the loop is unknown."""
     for name in ('add', 'divide', 'jit'):
         primitive = Primitive(name)
         primitive.def_abstract_eval(lambda x, y: x)
@@ -352,7 +352,7 @@ def test_sums():
     assert least.times(0) == Flops(0)
 
 
-# --- What nobody uses -----------------------------------------------------------------------------
+# --- Unused results -------------------------------------------------------------------------------
 
 
 def unused(x):
@@ -361,7 +361,7 @@ def unused(x):
 
 
 def unused_in_a_loop(x):
-    """Neither what is stacked, nor the second state, nor what that alone needs."""
+    """The stacked results, the second state, and the values that only it needs are unused."""
 
     def body(state, _):
         a, b, c = state
@@ -371,7 +371,7 @@ def unused_in_a_loop(x):
 
 
 def used_a_round_later(x):
-    """The second state is not returned, but the first one takes it over."""
+    """The second state is not returned, but the first state reads it in the next iteration."""
 
     def body(state, _):
         return (state[1], state[1] @ state[1]), None
@@ -394,7 +394,7 @@ def test_effects_are_kept():
     assert flops(printed, X) == ONE
 
 
-# --- Forward, backward, again ---------------------------------------------------------------------
+# --- Forward, backward, recomputed ----------------------------------------------------------------
 
 
 def layers(body):
@@ -444,7 +444,7 @@ DECODERS = {
 
 
 def gradient(config, batch, sequence):
-    """The operations of a gradient of the example's decoder, its parameters, and those of its layers."""
+    """Returns the FLOPs of a gradient of the example's decoder, its parameters, and those of its layers."""
     params = jax.eval_shape(functools.partial(model.init_params, config=config), jax.random.key(0))
 
     def loss(params, tokens):
@@ -460,10 +460,10 @@ def size(tree):
 @pytest.mark.slow
 @pytest.mark.parametrize(('config', 'batch', 'sequence'), DECODERS.values(), ids=DECODERS)
 def test_decoders(config, batch, sequence, monkeypatch):
-    """6 x parameters x tokens, and 12 x sequence x width x layers a token for attention.
+    """6 x parameters x tokens, and 12 x sequence x width x layers per token for attention.
 
     https://jax-ml.github.io/scaling-book/transformers, "Global FLOPs and Params Calculation". The embedding
-    is a look-up, and takes none.
+    is a lookup, without FLOPs.
     """
     tokens = batch * sequence
     attention = 12 * sequence * config.width * config.layers * tokens
@@ -472,7 +472,7 @@ def test_decoders(config, batch, sequence, monkeypatch):
     flops_of_gradient, _ = gradient(config, batch, sequence)
     needed = 6 * size(params) * tokens - 6 * size(params['embed']) * tokens + attention
     assert flops_of_gradient.count == pytest.approx(needed, rel=0.01)
-    # Of a layer that is computed again, nobody needs the last product.
+    # The last matmul of a recomputed layer is not needed.
     weights = size(params['layers']) - size(params['layers']['down'])
     assert again.count - flops_of_gradient.count == pytest.approx(
         2 * weights * tokens + attention / 3, rel=0.01
@@ -500,7 +500,7 @@ def blocks(axes, spec):
     [
         (blocks({'fsdp', 'tp'}, P(('fsdp', 'tp'))), 8 * 2 * 2 * 2 * 16),  # 8 blocks of 2 x 16
         (blocks({'fsdp'}, P('fsdp')), 4 * 2 * 4 * 4 * 16),
-        (blocks({'fsdp', 'tp'}, P('fsdp')), 8 * 2 * 4 * 4 * 16),  # along tp, all do the same
+        (blocks({'fsdp', 'tp'}, P('fsdp')), 8 * 2 * 4 * 4 * 16),  # all devices along tp compute the same
     ],
     ids=['all axes', 'one axis', 'replicated along one'],
 )
@@ -518,7 +518,7 @@ def test_a_plan_has_the_operations_of_all_devices():
     )
     assert (divided.flops, divided.flops_exactness) == (step_flops, Exactness.EXACT)
     assert divided.device_cost.flops == step_flops // 8
-    # Read: 4 x 64 of x and 64 x 16 of w; written: 4 x 16.
+    # Reads 4 x 64 of x and 64 x 16 of w, and writes 4 x 16.
     assert divided.device_cost.bytes == 4 * (4 * 64 + 64 * 16 + 4 * 16)
     twice = HELPER.plan(HELPER.sjit(step, in_shardings=(P(), P('fsdp'))), leaf(64, 32), leaf(16, 64))
     assert (twice.flops, twice.device_cost.flops) == (step_flops, step_flops // 4)
@@ -527,7 +527,7 @@ def test_a_plan_has_the_operations_of_all_devices():
 
 
 def attention_primitive(name, results):
-    """What JAX traces attention of cuDNN to, where cuDNN is not here."""
+    """The primitive that JAX traces cuDNN attention to, for environments without cuDNN."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_abstract_eval(lambda *operands, layout: [operands[i] for i in results])
@@ -537,7 +537,7 @@ def attention_primitive(name, results):
 @pytest.mark.parametrize('layout', [0, 1])
 @pytest.mark.parametrize('which', ['', 'fp8_'])
 def test_attention_of_cudnn_counts_as_attention_in_jax(layout, which):
-    """All pairs; the gradient has two products of each, and computes the scores once more."""
+    """All pairs; the gradient has two matmuls for each, and recomputes the scores."""
     forward = attention_primitive(f'dot_product_attention_{which}fwd_wrapper', [0])
     backward = attention_primitive(f'dot_product_attention_{which}bwd_wrapper', [0, 1, 2])
 

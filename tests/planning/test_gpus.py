@@ -1,6 +1,6 @@
 """Plans for GPUs: recorded programs, memory, networks and times.
 
-The programs are recorded, and compiled anew where the compiler is installed.
+The programs are recorded, and compiled again if the compiler is installed.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ def array(*shape):
 
 
 def busy(kind, hardware, positions, size=1e9):
-    """Seconds of a collective, by network."""
+    """Returns the seconds of a collective, by network."""
     route = route_of(positions, torus_of(positions, hardware), 'x')
     return collective_seconds(kind, size, route, hardware, 1)
 
@@ -66,7 +66,7 @@ def test_all_programs_are_recorded():
 @pytest.mark.medium
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_both_readers_count_the_same(name):
-    """Collectives, flops and what goes to the host; and no more bytes than all arrays have."""
+    """Collectives, FLOPs and host transfers are equal, and HBM bytes at most those of all arrays."""
     recording, plan = recorded(name), recorded_plan(name)
     second = executable_reader.read(recording.executable, recording.mesh, recording.slices)
     totals = {}
@@ -82,19 +82,19 @@ def test_both_readers_count_the_same(name):
 @pytest.mark.medium
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_collectives_have_causes(name):
-    """All but single numbers have an origin in the partitioner's program, also where several are combined."""
+    """All except scalars have an origin in the partitioner's program, even if several are combined."""
     plan = recorded_plan(name)
     assert not [row for row in plan.collectives if row.cause == 'compiler' and row.bytes > 4]
     assert all(row.source.file or row.source.operand for row in plan.collectives if row.bytes > 4)
 
 
-# How often devices along a mesh axis compute the same.
+# The factor by which devices duplicate computations.
 REPEATED = dict.fromkeys(('zero_1 h100', 'nested_loops h100', 'branches h100', 'accumulated h100'), 2)
 ABOUT = {
-    'stencil h100': 2.0052,  # edges that neighbours both compute
-    'convolutions h100': 1.0177,  # zeros beyond the edges, where those are uneven
+    'stencil h100': 2.0052,  # edges that both neighbours compute
+    'convolutions h100': 1.0177,  # zero padding of uneven shards
     'vision h100': 1.0020,  # 196 patches are padded to 200, for the tensor cores
-    'experts h100': 0.9998,  # products that no result needs
+    'experts h100': 0.9998,  # matmuls with unused results
     'rings h100': 0.9821,
     **dict.fromkeys(('by_hand h100', 'resharded h100', 'rolled h100'), 0),
 }
@@ -121,7 +121,7 @@ def test_memory_is_the_compilers_own(name):
     host = ('host_argument', 'host_output', 'host_temp')
     held = sum(stats[f'{part}_size_in_bytes'] for part in host) - stats['host_alias_size_in_bytes']
     assert memory.host == held
-    # XLA counts arguments on the host, too.
+    # XLA counts arguments in host memory, too.
     peak = stats['peak_memory_in_bytes'] - stats['host_argument_size_in_bytes']
     assert memory.peak == pytest.approx(peak, rel=0.01)
 
@@ -189,14 +189,14 @@ def test_options_of_a_function_are_in_force(made_by, options, flags):
     }[made_by]()
     plan = helper.plan(step, array(1024, 1024))
     assert plan.flags == flags
-    assert bool(plan.memory.temporaries) == (CUBLAS[1] in flags)  # the scratch of cuBLAS
+    assert bool(plan.memory.temporaries) == (CUBLAS[1] in flags)  # the scratch space of cuBLAS
 
 
 @pytest.mark.slow
 @gpu_compiler.needed
 @pytest.mark.parametrize('in_a_file', [False, True])
 def test_xla_flags_are_in_force(tmp_path, in_a_file):
-    """XLA reads the variable once, when it starts: options, or the name of a file with them."""
+    """XLA reads the variable once, when it starts: options, or the name of a file with options."""
     program = """
 import jax
 from scalax.sharding import MeshShardingHelper, PartitionSpec
@@ -227,7 +227,7 @@ def test_gpus_whose_kernels_xla_has_no_models_of_are_planned_without_a_schedule(
 
 @gpu_compiler.needed
 def test_a_program_that_does_not_fit():
-    """The compiler makes a program of it all the same."""
+    """The compiler compiles it anyway."""
     helper = MeshShardingHelper.from_topology('h100:8', [8], ['x'])
     step = helper.sjit(lambda x: x * 2, in_shardings=P(None), out_shardings=P(None))
     plan = helper.plan(step, array(2**18, 2**17))
@@ -272,12 +272,12 @@ dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"
 
 
 def test_the_gradient_of_a_convolution():
-    """The places of the window that lie in the image: 3 x 64 - 2 along each side."""
+    """The window positions inside the image: 3 x 64 - 2 along each side."""
     assert device_cost_of(parse(GRADIENT)).flops == 2 * 8 * 256 * 128 * (3 * 64 - 2) ** 2
 
 
 def attention(name='Softmax', mask='NO_MASK', window=0, packed=1, queries=6, keys=8):
-    """A call of cuDNN as JAX writes it: three heads of 16 numbers, of values 32."""
+    """A cuDNN call as JAX writes it: three heads of size 16, with values of size 32."""
     shape = f'{{"element_type": "BF16", "dimensions": ["2", "3", "{queries}", "{keys}"], "tuple_shapes": []}}'
     config = (
         f'{{"cudnn_fmha_backend_config": {{"intermediate_tensor_shape": {shape}, "mask_type": "{mask}", '
@@ -308,7 +308,7 @@ backend_config={config}
     ],
 )
 def test_attention_of_cudnn(asked, pairs):
-    """Two products forward, of scores and values; five backward, of the scores, and of four gradients."""
+    """Two matmuls forward (scores, values), five backward (the scores and four gradients)."""
     forward = device_cost_of(parse(attention(**asked)))
     backward = device_cost_of(
         parse(attention(**{**asked, 'name': f'{asked.get("name", "Softmax")}Backward'}))
@@ -329,7 +329,7 @@ def test_attention_to_rows_whose_lengths_are_data_is_at_most_that_of_full_rows(a
 
 
 def test_a_gather_over_hosts(gathered):
-    """Two GPUs of each host share what comes from the other, and exchange it over NVLink."""
+    """Two GPUs of each host share the data from the other host, and exchange it over NVLink."""
     roofline = gathered.roofline()
     assert roofline.hardware is H100
     assert roofline.parts['dcn:fsdp'] == pytest.approx(2**24 / 2 * (1 / 2) / 50e9)
@@ -348,7 +348,7 @@ def test_networks_of_mesh_axes():
 
 
 def bus_bandwidth(kind, hardware, devices=8):
-    """As nccl-tests define it: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md."""
+    """Returns nccl-tests' bus bandwidth: github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md."""
     times = 2 if kind == 'all-reduce' else 1
     return times * 1e9 * (devices - 1) / devices / busy(kind, hardware, [DevicePosition(0)] * devices).ici
 
@@ -363,7 +363,7 @@ def test_measured_bus_bandwidth_is_below_that_of_the_roofline(kind):
 
 
 def by_nccl(kind, size, name, devices=8, domains=1, card=None):
-    """The bandwidth of the bus, as NCCL expects it."""
+    """Returns the bus bandwidth that NCCL predicts."""
     route = Route(domains, devices, devices, ())
     seconds = nccl_seconds(kind, size, route, TARGETS[name], card, HARDWARE[name].switches_add)
     times = 2 if kind == 'all-reduce' else 1
@@ -371,7 +371,7 @@ def by_nccl(kind, size, name, devices=8, domains=1, card=None):
 
 
 def permutes(inside, between):
-    """A program that permutes along two lists of pairs, on two hosts of four."""
+    """A program that permutes along two lists of pairs, on two hosts of four GPUs."""
     lines = [
         f'%{name} = f32[250] collective-permute(%x), source_target_pairs={{{pairs}}}'
         for name, pairs in (('in', inside), ('out', between))
@@ -392,7 +392,7 @@ TWO_HOSTS = {'x': 8}, [DevicePosition(i // 4) for i in range(8)]
 
 
 def test_a_permute_between_hosts_is_not_a_part_of_one_inside_them():
-    """As it is in programs for TPUs, which have the two parts of one permute apart."""
+    """In contrast to programs for TPUs, which split one permute into these two parts."""
     program, ids = permutes(INSIDE, BETWEEN), range(8)
     rows = collectives(program, *TWO_HOSTS, None, ids, switched=True)
     assert {(row.networks, row.crossing, row.count) for row in rows} == {(('ici',), 0, 1), (('dcn',), 4, 1)}
@@ -416,7 +416,7 @@ def test_permutes_of_slices_are_one_where_each_device_sends_once(inside, between
 
 @pytest.mark.parametrize('opcodes', [('all-gather',) * 2, ('all-gather-start', 'all-gather-done')])
 def test_collectives_of_each_branch_have_their_seconds(opcodes):
-    """Rows are those of the branch that sends most; the other one may take longer along the schedule."""
+    """The table has the branch that sends most; another branch may take longer in the schedule."""
     start, end = opcodes
     groups = 'replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}'
     types = ('f32[1000]', '(f32[250], f32[1000])')
@@ -448,11 +448,11 @@ ENTRY %main (x: f32[250], b: pred[]) -> f32[250] {{
 
 
 def test_switches_that_add():
-    """476 GB/s of an all-reduce, https://github.com/NVIDIA/nccl-tests/issues/290: more than of a ring."""
+    """476 GB/s for an all-reduce, https://github.com/NVIDIA/nccl-tests/issues/290: faster than a ring."""
     assert 450e9 < 476e9 < bus_bandwidth('all-reduce', H100) == pytest.approx(450e9 * 2 * 7 / 9)
     assert by_nccl('all-reduce', 2**33, 'h100') == pytest.approx(476e9, rel=0.01)
     assert by_nccl('all-gather', 2**33, 'h100') == pytest.approx(370e9, rel=0.01)
-    assert by_nccl('all-reduce', 2**33, 'a100') == pytest.approx(12 * 20e9, rel=0.01)  # its switches do not
+    assert by_nccl('all-reduce', 2**33, 'a100') == pytest.approx(12 * 20e9, rel=0.01)  # no reducing switches
     assert [name for name, chip in HARDWARE.items() if chip.switches_add] == [
         *('h100', 'h200', 'b200', 'gb200', 'gb300')
     ]
@@ -477,7 +477,7 @@ def test_nccl_expects_no_less_than_the_roofline(kind, domains, devices):
         least = max(collective_seconds(kind, size, route, H100, 1))
         expected = nccl_seconds(kind, size, route, TARGETS['h100'], 5e10, True)
         assert least < expected
-        assert expected < 2.1 * least or size < 2**34  # a ring through two hosts takes twice what has to go
+        assert expected < 2.1 * least or size < 2**34  # a ring through two hosts sends twice the bytes
 
 
 @pytest.mark.parametrize(
@@ -485,7 +485,7 @@ def test_nccl_expects_no_less_than_the_roofline(kind, domains, devices):
     [('h100', 8, 40e9 * 0.85), ('b200', 8, 80e9 * 0.74), ('b200', 2, None), ('h100', 4, None)],
 )
 def test_channels_of_switches_that_add(name, devices, bandwidth):
-    """Of its own channel a device sends twice: 9 times 40 GB/s are less than 371. Few devices take rings."""
+    """A device sends twice over its channel: 9 times 40 GB/s are less than 371. Few devices use rings."""
     size, target = 2.0**33, TARGETS[name]
     links = target.links * {9: 20.6e9, 10: 40.1e9}[target.capability[0]]
     rate = devices * bandwidth if bandwidth else links * devices / (devices - 1) / 2
@@ -494,7 +494,7 @@ def test_channels_of_switches_that_add(name, devices, bandwidth):
 
 
 def test_arrays_of_some_kilobytes_between_hosts_do_not_take_a_protocol_for_the_smallest():
-    """LL carries 20.4 GB/s through the hosts' memory, and LL128 nine tenths of what eight cards do."""
+    """LL reaches 20.4 GB/s through host memory, and LL128 nine tenths of the rate of eight cards."""
     hosts = Route(4, 8, 32, ())
     seconds = [
         nccl_seconds('all-gather', size, hosts, TARGETS['h100'], 5e10, True) for size in (2**16, 2**22)
@@ -511,13 +511,13 @@ def test_arrays_of_some_kilobytes_between_hosts_do_not_take_a_protocol_for_the_s
 
 
 def test_trees_reach_a_part_of_their_bandwidth_with_arrays_of_megabytes():
-    """Half of it with 1 MiB of eight hosts, through protocol LL128: of 120 bytes in 128."""
+    """Half of it at 1 MiB on eight hosts, with protocol LL128: 120 of 128 bytes are data."""
     seconds = nccl_seconds('all-reduce', 2**20, Route(64, 1, 64, ()), TARGETS['h100'], 5e10, True)
     assert seconds == pytest.approx(14e-6 + 12 * 8.5e-6 + 2**21 / (5e10 * 0.92 * 15 / 16 * 0.6))
 
 
 def test_small_all_reduces_take_trees_and_others_take_rings():
-    """Of 64 hosts a tree has six levels, and a ring 63 steps."""
+    """On 64 hosts a tree has six levels, and a ring has 63 steps."""
     small = {kind: 8 / by_nccl(kind, 8.0, 'h100', 1, 64, 5e10) for kind in ('all-gather', 'all-reduce')}
     assert small['all-reduce'] < small['all-gather']
     assert by_nccl('all-reduce', 2**34, 'h100', 1, 64, 5e10) == pytest.approx(50e9, rel=0.02)
@@ -530,7 +530,7 @@ def test_exchanges_and_permutes_are_no_rings():
 
 
 def test_measured_bandwidth_of_network_cards_is_below_that_of_the_roofline():
-    """46 to 48 GB/s of a card of 400 Gb/s: https://github.com/NVIDIA/nccl-tests/issues/290."""
+    """46 to 48 GB/s on a card of 400 Gb/s: https://github.com/NVIDIA/nccl-tests/issues/290."""
     share = 1e9 / 2 / busy('all-gather', H100, [DevicePosition(0), DevicePosition(1)]).dcn
     assert 0.9 < 46e9 / share < 48e9 / share < 1
 
@@ -543,7 +543,7 @@ def test_networks_of_hosts():
     assert networks_of(np.array([[0, 2]]), positions) == ()
 
 
-# --- The numbers of GPUs for programs of simulated devices ------------------------------------------
+# --- GPU specs for programs of simulated devices ----------------------------------------------------
 
 
 def test_simulated_devices_fill_hosts_in_order():
@@ -571,7 +571,7 @@ def test_note_about_other_hardware(gathered):
 
 
 def test_compilers_for_gpus_refuse_nothing(gathered):
-    """So that memory is compared with that of the GPU."""
+    """Therefore the plan compares memory with the GPU's."""
     assert gathered.memory.limit == 80e9
     assert gathered.fits is True
     memory = dataclasses.replace(gathered.memory, temporaries=10**11)

@@ -17,10 +17,10 @@ NUMBERS = [
 ]
 
 
-# name -> what no source has
+# name -> specs without a source
 MISSING = {
     'tpu7x': ['host_bytes_per_second'],
-    **{name: ['ring_multiple'] for name in GPU_KINDS},  # they are in no torus
+    **{name: ['ring_multiple'] for name in GPU_KINDS},  # they are not in a torus
     **{name: ['ring_multiple', 'dcn_bytes_per_second'] for name in ('h100-pcie', 'h100-nvl')},
     **{name: ['ring_multiple', 'host_bytes_per_second'] for name in ('gb200', 'gb300')},
 }
@@ -36,7 +36,7 @@ def test_unknown_specs_are_none(name):
     ('name', 'share'), [('v4', 6.25e9), ('v5p', 6.25e9), ('v5e', 3.125e9), ('v6e', 12.5e9)]
 )
 def test_bytes_between_slices(name, share):
-    """https://jax-ml.github.io/scaling-book/tpus, "TPU Specs", below the tables: of one chip."""
+    """https://jax-ml.github.io/scaling-book/tpus, "TPU Specs", below the tables: per chip."""
     entry = HARDWARE[name]
     assert entry.dcn_bytes_per_second / entry.chips_per_host == share
 
@@ -49,7 +49,7 @@ def test_bytes_between_slices(name, share):
     ],
 )
 def test_bits_between_hosts(name, card):
-    """Each GPU has a card."""
+    """One card per GPU."""
     entry = HARDWARE[name]
     assert 8 * entry.dcn_bytes_per_second / entry.chips_per_host == card
 
@@ -64,7 +64,7 @@ def test_bits_between_hosts(name, card):
     ],
 )
 def test_memory_of_data_sheets_is_less_than_drivers_report(name, reported):
-    """Data sheets have gigabytes of 1e9 bytes; what they leave is for drivers and libraries."""
+    """Data sheets use gigabytes of 1e9 bytes; the rest is for drivers and libraries."""
     assert 0.9 < HARDWARE[name].hbm_bytes / reported < 0.97
 
 

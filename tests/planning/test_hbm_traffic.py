@@ -28,13 +28,13 @@ GPU = MeshShardingHelper([1], ['x'], devices=jax.devices()[:1])
 
 
 def scatter(rows, width, some):
-    """New rows of a table, which is donated: they are read and written, and their numbers are read."""
+    """Writes new rows to a donated table: the new rows and the indices are read, and the rows written."""
     args = leaf(rows, width), leaf(some, dtype=jnp.int32), leaf(some, width)
     return lambda table, which, new: table.at[which].set(new), args, (0,), some * (2 * width * F32 + I32)
 
 
 def scatter_add(rows, width, some):
-    """As `scatter`, and the old rows are read."""
+    """Like `scatter`, and the old rows are read."""
     _, args, donated, moved = scatter(rows, width, some)
     return lambda table, which, new: table.at[which].add(new), args, donated, moved + some * width * F32
 
@@ -73,7 +73,7 @@ def attention(batch, length):
 
 
 def decode(batch, tokens=64, layers=8, width=4096):
-    """Each token reads all weights; the state of a few rows goes from layer to layer."""
+    """Each token reads all weights; layers pass on the state of a few rows."""
 
     def loop(weights, x):
         def token(x, _):
@@ -93,7 +93,7 @@ def decode(batch, tokens=64, layers=8, width=4096):
 
 
 def update(optimizer, passes):
-    """An update of donated parameters and state: *passes* arrays of the size of a parameter are moved."""
+    """An update of donated parameters and state moves *passes* arrays of the size of a parameter."""
 
     def make(size):
         params = {'w': leaf(size, size)}
@@ -108,7 +108,7 @@ def update(optimizer, passes):
     return make
 
 
-# AdamW reads parameters, gradients and two moments, and writes all but the gradients. Adafactor reads
+# AdamW reads parameters, gradients and two moments, and writes all except the gradients. Adafactor reads
 # gradients and parameters up to three times, for the sums that scale them.
 ADAMW, SGD, MOMENTUM, ADAFACTOR = (
     update(optax.adamw(1e-3), 7),
@@ -141,7 +141,7 @@ def fused(x, w):
 
 
 def elementwise(p, momentum, x):
-    """A step whose gradient is elementwise: it reads parameters where the update does."""
+    """A step with an elementwise gradient: the update reads parameters only once more."""
     momentum = 0.9 * momentum + jax.grad(lambda p: jnp.square(p * x).sum())(p)
     return p - 0.1 * momentum, momentum
 
@@ -152,7 +152,7 @@ def repeated(x):
     return x
 
 
-# Of arrays of four bytes; a copy of a product's operand that is narrower, or another view of it, is not read.
+# Bytes per element of float32. A narrower copy, or another view, of a matmul's operand is not read.
 OF_CPUS = {
     'a product with itself': of_one(lambda x: x.T @ x, 4 + 4 / 8, 2048, 256),
     'what is done to a product': (
@@ -185,7 +185,7 @@ def planned(helper, function, arguments, donated):
 
 
 def check(helper, hardware, function, arguments, donated, moved, between=0):
-    """The plan has the bytes that have to be moved, and at most what values in between may take more."""
+    """Checks that the plan has at least *moved* bytes, and at most *between* more."""
     roofline = planned(helper, function, arguments, donated).roofline(hardware)
     seconds = moved / hardware.hbm_bytes_per_second
     most = (moved + between) / hardware.hbm_bytes_per_second
@@ -197,7 +197,7 @@ def check(helper, hardware, function, arguments, donated, moved, between=0):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize('name', BY_HAND)
 def test_bytes_by_hand_on_a_gpu(name):
-    """With CPU programs, which have no fusions."""
+    """CPU programs, which have no fusions, are compared too."""
     check(GPU, HARDWARE['h100'], *BY_HAND[name])
 
 
@@ -228,7 +228,7 @@ SOME = st.one_of(
 def test_no_program_is_planned_above_its_bytes(case):
     function, arguments, donated, moved, *between = case
     work = planned(GPU, function, arguments, donated).device_cost
-    assert work.bytes <= moved + sum(between) + 1024  # counters, positions and other numbers
+    assert work.bytes <= moved + sum(between) + 1024  # counters, positions and other scalars
 
 
 # --- By a second reader ---------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def test_no_program_is_planned_above_its_bytes(case):
 @pytest.mark.medium
 @pytest.mark.parametrize('name', names())
 def test_recorded_programs_move_no_more_than_their_arrays(name):
-    """The second reader takes all operands and results for moved; that is the most that can be."""
+    """The second reader counts all operands and results as moved, which is the maximum."""
     recording = recorded(name)
     most = executable_reader.read(recording.executable, recording.mesh, recording.slices).hbm
     work = device_cost_of(parse(recording.optimized))
@@ -252,7 +252,7 @@ KIB = 2**10
 
 
 def counted(entry, *computations):
-    """The bytes of an optimized program, of whose entry only the lines are given."""
+    """Returns the bytes of an optimized program with these lines in its entry computation."""
     body = textwrap.indent(textwrap.dedent(entry).strip('\n'), '  ')
     others = [textwrap.dedent(text).strip('\n') for text in computations]
     main = f'ENTRY %main (p: f32[256,256]) -> f32[] {{\n{body}\n}}\n'
@@ -396,7 +396,7 @@ FUSED = {
 @pytest.mark.parametrize(('lines', 'read', 'written'), FUSED.values(), ids=FUSED)
 @pytest.mark.parametrize('nested', [False, True])
 def test_fusions(lines, read, written, nested):
-    """Alone, and in another fusion, which takes the same of its operand."""
+    """Alone, and inside another fusion that reads the same of its operand."""
     type_ = re.match('%r = (.*?) [a-z-]+[(]', lines[-1])[1]
     body = ['%x = f32[256,256] parameter(0)', '%z = f32[]{:S(6)} constant(0)', *lines]
     inner = '\n'.join(['%fused (x: f32[256,256]) -> f32[] {', *[f'  {line}' for line in body], '}'])
@@ -408,7 +408,7 @@ def test_fusions(lines, read, written, nested):
 
 
 def test_traffic_of_a_loop():
-    """Weights of eight layers, one of which is read in each of eight rounds."""
+    """Weights of eight layers, one of which is read in each of eight iterations."""
     loop = """
         %body (s: (s32[], f32[8,256,256])) -> (s32[], f32[8,256,256]) {
           %s = (s32[]{:S(6)}, f32[8,256,256]) parameter(0)

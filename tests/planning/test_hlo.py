@@ -23,7 +23,7 @@ from tests.support.hlo_text import ADD, HEAD, MESH, program
 COLUMNS = [[0, 2, 4, 6], [1, 3, 5, 7]]  # of a mesh of 4 x 2
 ROWS = [[0, 1], [2, 3], [4, 5], [6, 7]]
 
-# One meaning in every notation that XLA writes: (text, groups)
+# All notations that XLA writes: (text, groups)
 GROUPS = {
     'listed': ('{{0,2,4,6},{1,3,5,7}}', COLUMNS),
     'listed with blanks': ('{{0,2,4,6}, {1,3,5,7}}', COLUMNS),
@@ -220,7 +220,7 @@ UP = 'op_name="jit(f)/annotation(up)/sin"'
     ],
 )
 def test_the_source_is_that_of_the_partitioned_program_if_it_has_one(partitioned, optimized, source):
-    """In the other one a collective may have the line of another one that it was joined with."""
+    """In the optimized program a collective may have the line of another one that it was merged with."""
 
     def module(metadata):
         reduce = 'ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=[4,2]<=[8], to_apply=%add, '
@@ -241,7 +241,7 @@ def test_an_argument_that_is_moved_is_the_source():
     assert row.source == Source(operand='w')
 
 
-# (instruction, kind, axes, members of a group, bytes of the whole array)
+# (instruction, kind, axes, group size, bytes of the full array)
 KINDS = {
     'all-reduce': (
         'ROOT %r = f32[8]{0} all-reduce(%p), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%add',
@@ -315,7 +315,7 @@ def test_custom_calls_with_computations_count():
     assert (row.axes, row.count, row.exactness) == (('tp',), 1, Exactness.APPROXIMATE)
 
 
-# Two slices of two chips of two devices each: (instruction, what carries it)
+# Two slices of two chips of two devices each: (instruction, networks)
 NETWORKS = {
     'the devices of a chip': ('all-reduce(%p), replica_groups=[4,2]<=[8]', ('chip',)),
     'the chips of a slice': ('all-reduce(%p), replica_groups={{0,2},{1,3},{4,6},{5,7}}', ('ici',)),
@@ -333,7 +333,7 @@ def test_networks(operation, networks):
     module = parse(program(f'ROOT %r = f32[8]{{0}} {operation}'))
     positions = [DevicePosition(i // 4, (i // 2 % 2, 0, 0), i % 2) for i in range(8)]
     assert [row.networks for row in collectives(module, MESH, positions)] == [networks]
-    # Of devices that lie nowhere it is not known.
+    # For devices without positions it is unknown.
     assert [row.networks for row in collectives(module, MESH, [DevicePosition(0)] * 8)] == [()]
 
 
@@ -407,7 +407,7 @@ def test_refused(text, message):
 
 
 def loop(test, step='%next = s32[] add(%i, %one)', start='constant(2)', attributes=''):
-    """A loop in which one all-reduce runs."""
+    """A loop that runs one all-reduce."""
     return (
         f'{HEAD}{ADD}%cond (c: (s32[], f32[8], s32[])) -> pred[] {{\n'
         '  %c = (s32[], f32[8]{0}, s32[]) parameter(0)\n'

@@ -1,4 +1,4 @@
-"""Plans as JSON, and the difference of two; on simulated devices."""
+"""Plans as JSON, and the difference of two plans, on simulated devices."""
 
 import json
 
@@ -50,7 +50,7 @@ def test_invalid_json(text, message):
 
 
 def written():
-    """A plan with all that one may have, as plain values."""
+    """Returns a plan with every field set, as plain values."""
     values = json.loads(plan_on([4, 2], RULE).to_json())
     values['device_positions'] = [
         {'slice': 0, 'coords': [i % 2, i // 2 % 2, i // 4], 'core': 0} for i in range(8)

@@ -31,7 +31,7 @@ def lowered(fun, *args, **options):
         (array(8, 16, spec=P('fsdp')), 8 * 16 * 4 // 4),
         (array(8, 16, spec=P(('fsdp', 'tp'))), 8 * 16 * 4 // 8),
         (array(8, 16, spec=P()), 8 * 16 * 4),
-        (array(8, 16), 8 * 16 * 4 // 8),  # not known yet: it may be divided evenly
+        (array(8, 16), 8 * 16 * 4 // 8),  # unknown so far; it may be sharded evenly
         (array(8, 16, dtype='bfloat16', spec=P('tp')), 8 * 16),
         (array(8, 16, dtype='int4', spec=P('tp')), 8 * 16 // 2 // 2),
         (array(8, 16, dtype='bool', spec=P('tp')), 8 * 16 // 2),

@@ -1,6 +1,6 @@
 """Plans of steps that ran on an H100, compared with the measurements of `benchmarks.on_gpu`.
 
-*llama-1b-cublas* is the program that is planned where no GPU is, the others what XLA makes where one is.
+*llama-1b-cublas* is the program of a plan without a GPU; the others were compiled with one.
 """
 
 import json
@@ -20,12 +20,12 @@ FILES = sorted((FOLDER / 'ran').glob('*.json.xz'))
 
 @pytest.fixture(params=FILES, ids=lambda path: path.name.partition('.')[0])
 def ran(request):
-    """The optimized program, the tables of its memory, seconds of a call, and the allocator's peak."""
+    """Returns the optimized program, its memory tables, the seconds of a call, and the allocator's peak."""
     return json.loads(lzma.decompress(request.param.read_bytes()))
 
 
 def test_they_took_as_much_memory_as_is_planned(ran):
-    """Of *decoder-3b* it was measured without preallocation, where the allocator rounds up."""
+    """*decoder-3b* was measured without preallocation, where the allocator rounds up."""
     memory = assigned_memory(read_layout(MemoryTables(*ran['tables']), one_memory=True))
     assert memory.total == pytest.approx(ran['peak_bytes'], rel=0.004)
     assert memory.total <= ran['peak_bytes']

@@ -1,6 +1,6 @@
 """Memory of programs: live bytes at the peak, their sources, and transfers to and from the host.
 
-Tables and programs written by hand, with numbers written by hand.
+Tables, programs and expected numbers are written by hand.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ Total bytes: 4096 (4.00KiB)
 Memory Space: cmem (color=5)
 Total bytes: 8192 (8.00KiB)
 """
-# An argument of 4 KiB, which an output takes over, one of 2 KiB, and one on the host; another output of
-# 1 KiB; a constant. The temporaries share 18 KiB: a stack of 8 KiB for the whole loop; in its body 4 KiB,
-# whose place 4 KiB more take over, and other 4 KiB; before the loop 12 KiB, when the stack is not there.
+# Arguments: 4 KiB, whose buffer an output reuses, 2 KiB, and one on the host. Another output of 1 KiB, and a
+# constant. Temporaries share 18 KiB: 8 KiB of stacked values for the entire loop; in its body 4 KiB, reused
+# by another 4 KiB, and 4 KiB more; before the loop 12 KiB, when the stacked values do not exist.
 ASSIGNMENT = """BufferAssignment:
 allocation 0: size 4096, page 0, parameter 0, shape |f32[1024]| at ShapeIndex {}, maybe-live-out:
  value: <1 w @0> (size=4096,offset=0): f32[1024]{0:T(256)}
@@ -51,7 +51,7 @@ allocation 5: size 4096, color 1, page 0, preallocated-temp:
 allocation 6: size 8192, color 5, page 0, parameter 2, shape |f32[2048]| at ShapeIndex {}:
  value: <13 there @5> (size=8192,offset=0): f32[2048]{0:T(256)S(5)}
 """
-# `again` begins where `made` ends: together they hold their place once.
+# `again` begins where `made` ends, so they share a buffer.
 LIVE = """HloLiveRange (max 9):
   BufferLiveRange:
     w{}:0-9
@@ -134,7 +134,7 @@ def test_memory_is_that_of_the_layout():
 
 
 def test_on_gpus_all_but_the_memory_of_the_host_is_one():
-    """What collectives use has a space of its own there: here 4 KiB, for as long as the loop runs."""
+    """Collectives use a separate memory space there: here 4 KiB, as long as the loop runs."""
     live = LIVE.replace('    one{}:0-9\n', '    one{}:0-9\n    fast{}:3-8\n')
     apart, together = (
         read_layout(MemoryTables(REPORT, ASSIGNMENT, live), one_memory) for one_memory in (False, True)
@@ -148,8 +148,8 @@ def test_buffers_have_lines_and_arguments():
     layout = read_layout(TABLES)
     rows = largest_buffers(layout, parse(PROGRAM))
     assert [(row.bytes, row.count, row.array, str(row.source)) for row in rows] == [
-        (8 * KIB, 1, 'f32[2,1024]', 'job.py:8 layer'),  # what a round makes of it
-        (4 * KIB, 1, 'f32[1024]', 'job.py:7 layer'),  # a copy of what that line makes
+        (8 * KIB, 1, 'f32[2,1024]', 'job.py:8 layer'),  # the result of an iteration
+        (4 * KIB, 1, 'f32[1024]', 'job.py:7 layer'),  # a copy of that line's result
         (4 * KIB, 1, 'f32[1024]', 'job.py:8 layer'),
         (4 * KIB, 1, 'f32[1024]', "argument params['w']"),
         (2 * KIB, 1, 'f32[512]', 'argument x'),
@@ -171,7 +171,7 @@ def test_source_of_a_value_from_a_call_in_a_loop():
 
 @pytest.mark.parametrize('notation', ['%state#1', '%kept'])
 def test_source_of_unchanged_loop_state(notation):
-    """Whether an element of a tuple is an operand, or an instruction of its own."""
+    """Whether a tuple element is an operand, or a separate instruction."""
     element = '  %kept = f32[2,1024] get-tuple-element(%state), index=1\n'
     program = PROGRAM.replace('tuple(%state#0, %stack)', f'tuple(%state#0, {notation})')
     program = program.replace('  %made =', f'{element}  %made =')
@@ -242,7 +242,7 @@ def test_copies_to_and_from_the_host():
         ROOT %out = f32[4,1024]{{1,0:T(8,128)S(5)}} copy(%pair#1)
         """
     )
-    # 32 KiB are read and 16 KiB written; what stays on one side does not count.
+    # 32 KiB are read and 16 KiB written; copies within one memory do not count.
     assert transfers == HostTransfers(to_host=16 * KIB, from_host=32 * KIB)
 
 
@@ -258,7 +258,7 @@ def test_unknown_transfers_make_counts_lower_bounds():
 
 
 def test_slices_in_loops_count_each_iteration():
-    """Seven rounds write 4 KiB each, asynchronously, and read 8 KiB."""
+    """Seven iterations write 4 KiB each, asynchronously, and read 8 KiB."""
     state = f'(s32[]{{:T(128)}}, {HOST})'
     transfers = moves(
         f"""
@@ -300,7 +300,7 @@ def test_slices_in_loops_count_each_iteration():
 
 
 def test_the_link_to_the_host_bounds():
-    """Both ways go on at a time, so that the longer one bounds; one after the other they add up."""
+    """Both directions overlap, so the longer one is the bound; serially they add up."""
     roofline = Roofline(HARDWARE['v5e'], 8, 1e15, 1.0, 0.5, (), to_host=2.0, from_host=3.0)
     assert roofline.parts == {'compute': 1.0, 'hbm': 0.5, 'host:out': 2.0, 'host:in': 3.0}
     assert (roofline.bottleneck, roofline.step_seconds) == ('host:in', (3.0, 6.5))

@@ -27,11 +27,11 @@ X = jax.ShapeDtypeStruct((64, 64), 'float32')
         ('jit(f)/jvp(while)/body/eval_jaxpr/mlp/dot', ['mlp']),
         ('jit(f)/while/cond/lt', []),
         ('jit(f)/cond/branch_1_fun/expert/dot', ['expert']),
-        ('jit(f)/body/dot', ['body']),  # without a loop it is the user's
+        ('jit(f)/body/dot', ['body']),  # without a loop, it is the user's scope
         ('jit(f)/vmap(head/x)/bi,ij->bj/dot', ['head', 'x']),
         ('jit(f)/loss(1)/mul', ['loss(1)']),
         ('jit(f)/annotation(x)/sharding_constraint', []),
-        ('jit(f)/jvp(broken/dot', []),  # as one name in an open bracket, it is the primitive
+        ('jit(f)/jvp(broken/dot', []),  # a single name in an open bracket is the primitive
     ],
 )
 def test_named_scopes_of_an_operation(op_name, names):
@@ -43,7 +43,7 @@ def planned(step, *args, **shardings):
 
 
 def is_whole(plan):
-    """Whether the scopes add up to the step."""
+    """Returns whether the scopes add up to the step."""
     work = plan.device_cost
     assert sum(row.flops for row in work.by_scope) == work.flops > 0
     assert sum(row.bytes for row in work.by_scope) == work.bytes
@@ -190,7 +190,7 @@ def test_any_number_of_scopes_inside_of_one_another():
 
 
 def test_cells_of_notebooks_are_named():
-    """IPython compiles a cell under the name of a file that nobody has."""
+    """IPython compiles a cell under a file name that does not exist."""
     scope = {'jnp': jnp}
     code = 'def step(x):\n    return (x @ x).sum()\n'
     exec(compile(code, '/tmp/ipykernel_81/1220511822.py', 'exec'), scope)

@@ -25,12 +25,12 @@ from tests.support import executable_reader, tpu_compiler
 from tests.support.recorded import names, recorded
 from tests.support.tpu_programs import PROGRAMS
 
-# The positions of devices are those of the compiler's topologies.
+# The positions of devices come from the compiler's topologies.
 pytestmark = tpu_compiler.needed
 
 
 class Read(NamedTuple):
-    """What a plan reads of a program, and what the second reader finds."""
+    """The counts of a plan, and of the second reader, for a program."""
 
     rows: tuple[Collective, ...]
     device_cost: DeviceCost
@@ -156,7 +156,7 @@ def test_reasons_of_collectives(name: str, axes: list[tuple[str, ...]]) -> None:
 
 
 def test_a_wrong_join_is_noticed() -> None:
-    """Without the partitioner's program of the same compilation nothing is found."""
+    """With the partitioner's program of another compilation, no origins are found."""
     recording, other = recorded('fsdp v5e'), recorded('rings v5e')
     rows = collectives(
         parse(recording.optimized), recording.mesh, (), parse(other.partitioned.replace('sp', 'xy'))
@@ -198,7 +198,7 @@ def roofline_of(name: str) -> Roofline:
 
 
 def seconds_by_hand(name: str) -> tuple[float, float]:
-    """The times of the network if each chip receives over all of its links at once, and over one of them."""
+    """Returns the network times if each chip receives over all of its links at once, and over one link."""
     program, hardware = PROGRAMS[name], HARDWARE[PROGRAMS[name].topology[:3]]
     counts = read(name).second.collectives
     w, hop, links = hardware.ici_bytes_per_second, hardware.hop_seconds, 2 * hardware.torus_axes
@@ -210,7 +210,7 @@ def seconds_by_hand(name: str) -> tuple[float, float]:
         received = size * (group - 1) / group * times
         across = program.slices > 1 and axes == ('data',)
         all_links += 0 if across else received / (w * links)
-        # A group that no ring joins needs more hops, and all-to-all crosses the middle of a line.
+        # A group without a ring needs more hops, and an all-to-all crosses the middle of a line.
         one_link += received / between_slices if across else 4 * received / w + count * hop * 64
     return all_links, one_link
 
@@ -225,7 +225,7 @@ def test_the_least_time_is_a_lower_bound(name: str) -> None:
     least, most = seconds_by_hand(name)
     network = sum(row.seconds for row in roofline.communication)
     assert least <= network <= most
-    # The bound is a sum over phases, and may be rounded otherwise than the total of all.
+    # The bound is a sum over phases, and may be rounded differently from the total.
     assert max(roofline.compute, roofline.hbm) <= step.overlapped * (1 + 1e-12) <= step.serial * (1 + 1e-12)
     assert step.serial == pytest.approx(
         roofline.compute + roofline.hbm + network + roofline.to_host + roofline.from_host

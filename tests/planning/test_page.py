@@ -21,7 +21,7 @@ HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
 
 @functools.cache
 def plan():
-    """A plan of this machine's compiler, as if it were for eight chips of v5e."""
+    """A plan of the CPU compiler, with the devices of eight v5e chips."""
 
     def step(w, x):
         return (x @ w).sum(0)
@@ -69,7 +69,7 @@ HOSTILE = '</script><script>alert(1)</script>\n"\'><img src=x onerror=alert(2)>\
 
 
 def hostile():
-    """A plan with a name that means harm wherever it has a name of the user's."""
+    """A plan with a malicious name in every place of a user's name."""
     source = Source(HOSTILE, f'/tmp/{HOSTILE}', 3, HOSTILE, HOSTILE)
     base = plan()
     rows = tuple(
@@ -113,7 +113,7 @@ def blocks_of(plan_):
 
 
 def words(plan_):
-    """The texts of a plan's blocks, in order."""
+    """Returns the texts of a plan's blocks, in order."""
     return [text.strip() for text in blocks_of(plan_).itertext() if text.strip()]
 
 
@@ -125,7 +125,7 @@ def test_a_plan_is_well_formed_and_self_contained(tmp_path, make):
     page = (tmp_path / 'plan.html').read_text(encoding='utf-8')
     assert ET.fromstring(page).findtext('head/title') == 'A <b> title'
     assert html_of(plan_, 'A <b> title') in page
-    # The only address is the name of a language, which nobody fetches.
+    # The only address is an XML namespace, which is not fetched.
     assert set(re.findall(r'\w+://[^"\s]+', page)) <= {'http://www.w3.org/2000/svg'}
     assert "default-src 'none'" in page and "script-src 'sha256-" in page
     elements = [*blocks_of(plan_).iter()]
@@ -164,7 +164,7 @@ def test_texts_of_a_page():
 
 
 def test_three_figures():
-    """No time on a page, or in its text has more; bytes have one digit after the point."""
+    """Times have at most three figures, on the page and in text; bytes have one decimal."""
     for text in (' '.join(words(plan())), str(plan())):
         times = re.findall(r'([\d,.]+) ms', text)
         assert times
@@ -259,7 +259,7 @@ def test_a_page_contains_everything_in_the_text():
 
 
 def test_page_without_specs():
-    # What is not known of a link to hosts is named, in text and on the page.
+    # Unknown specs of the host link are named, in text and on the page.
     plan_ = dataclasses.replace(plan(), device_kind='TPU7x', host_transfers=HostTransfers(2**23, 2**24))
     message = "specs that the hardware 'tpu7x' lacks: host_bytes_per_second."
     assert message in ' '.join(str(plan_).split()) and message in ' '.join(words(plan_))
@@ -327,7 +327,7 @@ def test_a_plan_in_a_notebook(browser, tmp_path):
     browser.until(lambda: browser.run("return arguments[0].shadowRoot?.querySelector('.badge')", host))
     badge = host.shadow_root.find_element(By.CSS_SELECTOR, '.badge')
     assert badge.text == 'fits'
-    assert badge.value_of_css_property('color') == 'rgba(116, 214, 157, 1)'  # that of a dark page
+    assert badge.value_of_css_property('color') == 'rgba(116, 214, 157, 1)'  # the color of a dark page
     assert browser.complaints() == [] and browser.overflow() == 0
 
 

@@ -1,4 +1,4 @@
-"""Plan section on partitioning: the batch, operations that mix examples, and why a step is unpartitioned."""
+"""Plan section on partitioning: the batch, operations that mix examples, why a step is unpartitioned."""
 
 import dataclasses
 import functools
@@ -66,13 +66,13 @@ def one_by_one(weights, x):
 
 
 def constrained(weights, x):
-    """Rows become columns, and rows again."""
+    """Shards by columns, and by rows again."""
     columns = with_sharding_constraint(x * x, P(None, 'fsdp'))
     return jnp.mean(weights['up'][0]) * with_sharding_constraint(jnp.sin(columns), P('fsdp'))
 
 
 def compared(weights, x):
-    """The similarity of all pairs of examples, on all devices."""
+    """Returns the similarities of all pairs of examples, replicated."""
     x = jnp.sort(x @ weights['up'][0], 0)
     return jnp.mean(jnp.tanh(x @ x.T))
 
@@ -84,7 +84,7 @@ def planned(fun, helper=HELPER, out=RULE, **options):
 
 
 def text_of_batch(plan):
-    """The lines of a plan's text below its collectives, one for each sentence."""
+    """Returns the lines of a plan's text below its collectives, one per sentence."""
     return plan.to_text(1000).rpartition('\n\n')[2].splitlines()
 
 
@@ -123,7 +123,7 @@ SPEAKING = {
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize('fun, options', SPEAKING.values(), ids=SPEAKING)
 def test_operations_that_mix_examples_are_listed(fun, options, snapshot):
-    # How many collectives and places there are depends on the version of JAX.
+    # The number of collectives and of operations depends on the version of JAX.
     text = re.sub(
         r'\d+ (collective|more operation)s?', r'some \1s', '\n'.join(text_of_batch(planned(fun, **options)))
     )

@@ -21,7 +21,7 @@ SIZE, ROWS = 8192, 2**18
 
 
 def planned(optimizer, wrapped=lambda update: update, donate=(0, 1), take=jax.grad):
-    """A step of one product."""
+    """Plans a step of one matmul."""
 
     def loss(params, x):
         return jnp.square(x @ params['w']).sum()
@@ -45,7 +45,7 @@ def planned(optimizer, wrapped=lambda update: update, donate=(0, 1), take=jax.gr
 @pytest.mark.medium
 @pytest.mark.parametrize('wrapped', [lambda update: update, jax.jit], ids=['inline', 'jit'])
 def test_bytes_of_an_update(wrapped):
-    """Parameters and two moments are read and written. A product may write gradients where they are used."""
+    """Parameters and two moments are read and written. A matmul may write gradients that are used at once."""
     plan = planned(optax.adamw(1e-3), wrapped)
     assert plan.device_cost.bytes_by_phase['update'] == pytest.approx(6 * 4 * SIZE**2 / 8, rel=1e-3)
     assert set(plan.device_cost.bytes_by_phase) == {'forward', 'backward', 'update'}
@@ -53,7 +53,7 @@ def test_bytes_of_an_update(wrapped):
 
 
 def test_phases_follow_one_another():
-    """Products are bound by computing, and the update by memory: it takes its time all the same."""
+    """Matmuls are bound by compute, and the update by memory, so it adds its time."""
     plan = planned(optax.adamw(1e-3))
     roofline = plan.roofline('h100')
     forward, backward, update = roofline.phases
@@ -70,7 +70,7 @@ def test_phases_follow_one_another():
 
 @pytest.mark.medium
 def test_gradients_of_a_loop():
-    """Gradients are added up over micro-batches in a loop; the update comes after it."""
+    """Gradients are accumulated over microbatches in a loop; the update comes after it."""
 
     def sums(loss):
         def take(params, x):
@@ -88,7 +88,7 @@ def test_gradients_of_a_loop():
 
 
 def test_gradients_without_matmuls():
-    """The phases are there, too, if nothing but rows of a table are taken."""
+    """Phases are found even if the step only looks up rows of a table."""
 
     def step(table, ids):
         return table - 0.1 * jax.grad(lambda table: jnp.square(table[ids]).sum())(table)
@@ -128,7 +128,7 @@ def block(w, x):
     ids=['plain', 'jit', 'checkpoint'],
 )
 def test_a_gather_belongs_to_its_first_use(take, wrap, phases):
-    """Of a weight that both passes use: the compiler names the gather as the argument that is gathered."""
+    """For a weight that both passes use: the compiler names the gather after the gathered argument."""
 
     def step(w, x):
         def loss(w):
@@ -148,7 +148,7 @@ def test_a_gather_belongs_to_its_first_use(take, wrap, phases):
 
 @pytest.mark.medium
 def test_matmuls_of_an_update():
-    """An optimizer that multiplies matrices: its operations are not those of the backward pass."""
+    """An optimizer that multiplies matrices: its operations do not belong to the backward pass."""
 
     def make(size):
         def update(grads, state, params=None):
@@ -169,7 +169,7 @@ def test_a_program_without_a_gradient_has_one_phase():
 
 
 def test_collectives_of_an_update():
-    """Parameters whose moments alone are sharded are gathered after they were updated."""
+    """Parameters of which only the moments are sharded are gathered after their update."""
     recording = recorded('zero_1 v5e')
     rows = collectives(parse(recording.optimized), recording.mesh, partitioned=parse(recording.partitioned))
     phases = {(row.kind, row.phase) for row in rows}
@@ -180,7 +180,7 @@ def test_collectives_of_an_update():
 @pytest.mark.medium
 @pytest.mark.parametrize('name', ['decoder v5e', 'llama 8b v5p', 'zero_1 v5e'])
 def test_updates_of_recorded_programs(name):
-    """By hand: parameters in bfloat16, as often as an optimizer of these steps moves them at least."""
+    """By hand: bfloat16 parameters, times the minimum passes of these optimizers."""
     recording = recorded(name)
     update_bytes = device_cost_of(parse(recording.optimized)).bytes_by_phase['update']
     assert update_bytes >= recording.memory['argument_size_in_bytes'] / 2

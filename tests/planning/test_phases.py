@@ -21,7 +21,7 @@ NAMES = {
     'jit(step)/jvp()/while/body/eval_jaxpr/dot_general': 'forward',
     'jit(step)/jvp(jit(loss))/dot_general': 'forward',
     'jit(step)/vmap(jvp())/dot_general': 'forward',
-    'jit(step)/jvp()/transpose': 'forward',  # of an array
+    'jit(step)/jvp()/transpose': 'forward',  # an array is transposed
     'jit(step)/transpose(jvp())/while/body/checkpoint/dot_general': 'backward',
     'jit(step)/vmap(transpose(jvp()))/dot_general': 'backward',
     'jit(step)/jvp(transpose(jvp()))/dot_general': 'backward',
@@ -37,11 +37,11 @@ def test_names(name, part):
 
 
 HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
-ONE = 2 * 4**3  # operations of a product of 4 x 4 matrices
+ONE = 2 * 4**3  # FLOPs of a matmul of 4 x 4 matrices
 
 
 def loss(w, x, wrap=lambda fun: fun):
-    """Two products; the gradient of each has one product for the weights and one for the input."""
+    """Two matmuls; the gradient of each has one matmul for the weights and one for the input."""
     return wrap(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w))(w, x).sum()
 
 
@@ -54,7 +54,7 @@ def in_jit(w, x):
 
 
 def in_parts(w, x):
-    """The gradients of three batches."""
+    """Returns the gradients of three batches."""
 
     def part(total, x):
         return total + jax.grad(checkpointed)(w, x), None
@@ -63,7 +63,7 @@ def in_parts(w, x):
 
 
 def in_shard_map(w, x):
-    """A product on each of four parts of 16 rows: as many operations as those of four matrices."""
+    """A matmul on each of four shards of 16 rows, with the FLOPs of four matrices."""
     rows = jnp.concatenate([x] * 4)
     on_parts = HELPER.shard_map(
         lambda w, x: jnp.tanh(x @ w), (P(), P('fsdp')), P('fsdp'), axis_names={'fsdp'}, check_vma=False
@@ -78,7 +78,7 @@ def tanh_product(w, x):
 
 tanh_product.defvjp(
     lambda w, x: (tanh_product(w, x), (w, x)),
-    lambda kept, g: (kept[1].T @ (g * tanh_product(*kept)), g @ kept[0].T),  # computes the product once more
+    lambda kept, g: (kept[1].T @ (g * tanh_product(*kept)), g @ kept[0].T),  # computes the matmul again
 )
 
 
@@ -93,7 +93,7 @@ def with_a_teacher(w, x):
     return jax.grad(lambda w: ((x @ w - target) ** 2).sum())(w)
 
 
-# name -> (function of two matrices, products of each part, those that the model needs)
+# name -> (function of two matrices, matmuls of each phase, matmuls that the model needs)
 STEPS = {
     'no gradient': (loss, {'other': 2}, 2),
     'a gradient': (jax.grad(loss), {'forward': 2, 'backward': 3}, 5),
@@ -105,7 +105,7 @@ STEPS = {
         {'forward': 2, 'backward': 3, 'recomputed': 2},
         5,
     ),
-    # Nobody needs the value, so that the forward pass does not run before the backward pass.
+    # The value is unused, so the forward pass does not run before the backward pass.
     'the gradient alone, with checkpoint': (jax.grad(checkpointed), {'backward': 3, 'recomputed': 2}, 5),
     'in jit': (jax.grad(in_jit), {'forward': 2, 'backward': 3}, 5),
     'in parts': (in_parts, {'backward': 9, 'recomputed': 6}, 15),
@@ -141,7 +141,7 @@ def unknown(w, x):
     return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: jnp.tanh(x @ w), x)
 
 
-# name -> (function, operations that the model needs)
+# name -> (function, FLOPs that the model needs)
 WITHOUT = {
     'nothing': (lambda w, x: w + x, None),
     'a loop of unknown length': (unknown, None),
@@ -174,7 +174,7 @@ def test_plans_have_them():
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize('case', plan_llama.CASES, ids=lambda case: case.name)
 def test_the_model_of_the_llama_steps(case):
-    """As PaLM counts it, in which a causal mask does not halve attention: https://arxiv.org/abs/2204.02311."""
+    """As PaLM counts: a causal mask does not halve attention. https://arxiv.org/abs/2204.02311"""
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
     step, arguments = plan_llama.make_step(helper, case.model)
     jaxpr = step.trace(*arguments).jaxpr
@@ -188,7 +188,7 @@ def test_the_model_of_the_llama_steps(case):
 
 @pytest.mark.medium
 def test_phase_of_collectives_that_move_loop_state():
-    """The partitioner gathers the activations of each layer in the forward pass; the gather has no name."""
+    """The partitioner gathers each layer's activations in the forward pass; the gather has no name."""
 
     def loss(w, x):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].sum()
@@ -210,7 +210,7 @@ def test_phase_of_collectives_that_move_loop_state():
 
 
 def test_a_loop_in_a_call_is_of_the_part_of_the_call():
-    """Names inside of a call are relative to its own, and what moves the state of a loop has none."""
+    """Names inside a call are relative to the call's, and moves of loop state have no name."""
     text = """HloModule m, num_partitions=2
 
 %body (b: f32[4]) -> f32[4] {

@@ -33,7 +33,7 @@ def step(stack, x):
 
 @functools.cache
 def plan(microbatches=MICROBATCHES):
-    """The plan of the step with so many microbatches; with None without stages."""
+    """Returns the plan of the step with this number of microbatches; None: without a pipeline."""
     rules, pipeline = (
         (P('stage', 'fsdp'), P('fsdp')),
         None if microbatches is None else Pipeline('stage', microbatches),
@@ -111,7 +111,7 @@ LOOP = PipelinedLoop('model.py:1 forward', 'stage', 3, 6, 1, 6, False, 1, 0, 0, 
 def test_the_schedule_respects_dependencies(rounds, is_backward):
     loop = dataclasses.replace(LOOP, num_repeats=rounds, is_backward=is_backward)
     order = [*range(loop.stages)][:: -1 if is_backward else 1]
-    done = {}  # what was computed, and when
+    done = {}  # ((microbatch, repeat), stage) -> tick
     for tick in range(loop.ticks):
         for stage in order:
             if (work := loop.at(stage, tick)) is not None:
@@ -119,7 +119,7 @@ def test_the_schedule_respects_dependencies(rounds, is_backward):
     assert len(done) == rounds * loop.num_microbatches * loop.stages
     for ((part, number), stage), tick in done.items():
         position = order.index(stage)
-        if position:  # from the stage before, or at the first one from the last one of the round before
+        if position:  # from the previous stage; at the first stage, from the last one of the previous repeat
             before = done[(part, number), order[position - 1]]
         elif number:
             before = done[(part, number - 1), order[-1]]

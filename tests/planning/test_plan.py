@@ -41,7 +41,7 @@ def halved(x):
 
 
 def gathers(fun, *arguments):
-    """How often the all-gathers along fsdp run, by how well that is known."""
+    """Returns the executions of all-gathers along fsdp, by exactness."""
     plan = HELPER.plan(HELPER.sjit(fun, in_shardings=P('fsdp', 'tp')), *arguments)
     counts = {}
     for row in plan.collectives:
@@ -106,7 +106,7 @@ def test_sources():
 
 
 def test_names_with_letters_and_signs_of_all_kinds():
-    """Programs hold them escaped, in two ways."""
+    """Programs contain them escaped, in two ways."""
     names, file = {}, '/home/josé/"a\\b".py'
     exec(compile('def größe(x, w):\n    return (x @ w["ö\\""]).sum(0)', file, 'exec'), names)
     helper = MeshShardingHelper([4, 2], ['fsdp', 'a]"b'])
@@ -153,7 +153,7 @@ def test_inputs_and_outputs():
         ('x', P('fsdp')),
         ('unused', None),
         ('scale', P()),
-        ('y', None),  # not used: JAX drops it
+        ('y', None),  # unused: JAX drops it
     ]
     assert [(row.path, row.spec) for row in plan.outputs.rows] == [
         ('v', P('fsdp', 'tp')),
@@ -166,7 +166,7 @@ def test_memory():
     held = (64 * 32 + 8 * 4) // 8 * F32
     assert plan.memory.arguments == held + 16 // 4 * F32
     assert plan.memory.donated == held
-    assert plan.memory.outputs == plan.outputs.bytes_per_device - held + 2 * 8  # and a table of pointers
+    assert plan.memory.outputs == plan.outputs.bytes_per_device - held + 2 * 8  # plus a table of pointers
     assert plan.memory.total == plan.memory.arguments + plan.memory.outputs + plan.memory.temporaries
     assert plan.memory.estimated
 
@@ -187,7 +187,7 @@ def test_text():
         HELPER.plan(STEP, *ARGUMENTS).to_text(100).splitlines()[0] == 'step on 8 cpu devices (fsdp=4, tp=2)'
     )
     lines = HELPER.plan(PROGRAMS['data_parallel']()[1], leaf(64, 32), leaf(16, 64)).to_text(90).splitlines()
-    # Along tp nothing is divided.
+    # Nothing is sharded along tp.
     assert lines[2] == 'the devices compute 2 times that: halos, or work that is not sharded'
     assert lines[3].startswith('memory of each device (estimated by XLA for cpu): ')
     first = lines.index('collectives in one call (bytes: the gathered array of one group, per execution):')
@@ -206,7 +206,7 @@ def test_text():
     parts = next(i for i, line in enumerate(lines) if line.split()[:2] == ['phase', 'FLOPs'])
     assert lines[parts + 2].split()[0] == 'forward' and lines[parts + 3].endswith('8.0 KiB')
     narrow = HELPER.plan(PROGRAMS['data_parallel']()[1], leaf(64, 32), leaf(16, 64)).to_text(70).splitlines()
-    # The row takes two lines.
+    # The row has two lines.
     assert [not line for line in narrow[-6:]] == [False, False, True, False, True, False]
 
 
@@ -215,7 +215,7 @@ def test_text():
     ('changes', 'why'),
     [
         ({'kind': 'all-to-all', 'partitioned_as': 'all-reduce'}, 'for an all-reduce: '),
-        ({'kind': 'reduce-scatter', 'partitioned_as': 'all-reduce'}, ''),  # is written so
+        ({'kind': 'reduce-scatter', 'partitioned_as': 'all-reduce'}, ''),  # is written like this
         ({'kind': 'all-to-all', 'partitioned_as': 'all-reduce', 'cause': 'halo'}, 'halo exchange: '),
     ],
 )
@@ -238,7 +238,7 @@ def test_text_of_memory_and_of_quick_plans():
         '  temporaries     5.0 MiB, not all live at once',
         '',
     ]
-    # A program takes the gaps too.
+    # A program also allocates the gaps.
     tight = dataclasses.replace(full, quick=True, memory=dataclasses.replace(memory, limit=5 * 2**20))
     assert tight.fits is False
     message = '4.0 MiB, and 6.0 MiB with gaps between arrays, of 5.0 MiB: it does NOT fit'
@@ -267,7 +267,7 @@ def test_text_of_memory_and_of_quick_plans():
         '256.0 KiB  f32[256,256]       not known',
         '256.0 KiB  smaller arrays',
     ]
-    # Most of it is enough.
+    # Comparing most of it is enough.
     most = dataclasses.replace(held, buffers=tuple(Buffer(2**19, f'f32[{i}]', line) for i in range(8)))
     assert most.to_text(100).splitlines()[16:18] == [
         '512.0 KiB  f32[7]  job.py:7 layer',
@@ -305,7 +305,7 @@ def resharded(x, *specs):
 @pytest.mark.parametrize(
     ('function', 'cause', 'advice'),
     [
-        (  # "Involuntary full rematerialization", as XLA calls it
+        (  # XLA's term: "Involuntary full rematerialization"
             lambda x: resharded(x, P(('fsdp', 'tp')), P(None, 'fsdp')),
             'resharding',
             'gathered in full and sliced again: XLA found no direct way between two shardings',
@@ -329,7 +329,7 @@ def test_advice_for_causes(function, cause, advice):
 
 
 def test_text_of_redundant_flops():
-    """A convolution along a sharded dimension multiplies the zeros beyond the edges, too."""
+    """A convolution along a sharded dimension also multiplies the zeros beyond the edges."""
 
     def convolve(x, w):
         return jax.lax.conv_general_dilated(x, w, (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC'))
@@ -338,7 +338,7 @@ def test_text_of_redundant_flops():
     step = HELPER.sjit(convolve, in_shardings=(P(None, ('fsdp', 'tp')), P()))
     plan = HELPER.plan(step, images, kernel)
     assert {row.cause for row in plan.collectives} == {'halo'}
-    # 46 pairs of a row and a row of the kernel, and 48 on the devices.
+    # 46 pairs of an image row and a kernel row, and 48 on the devices.
     assert 8 * plan.device_cost.flops / plan.flops == pytest.approx(48 / 46)
     assert 'the devices compute 1.04 times that: halos, or work that is not sharded' in str(plan).splitlines()
     assert '1.04 times' in plan._repr_html_()
@@ -348,7 +348,7 @@ def test_text_of_redundant_flops():
 
 
 def test_text_of_redundant_flops_in_a_loop_of_unknown_length():
-    """The loop counts as one round, in what the function needs and in what devices compute."""
+    """The loop counts as one iteration, in the function and on the devices."""
 
     def converge(x, w):
         return jax.lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: x @ w, x)
@@ -457,7 +457,7 @@ def test_a_persistent_compilation_cache_hides_nothing(tmp_path):
 
 
 def test_a_program_of_one_device_from_a_cache_is_compiled_again(monkeypatch):
-    """Nothing is written about it then, of which the plan of an accelerator is made."""
+    """A cached program has no dump, which a plan for an accelerator needs."""
     compile_, dumps = compilation._compile, []
 
     def cached_at_first(lowered, options):
@@ -535,7 +535,7 @@ def test_errors():
 
 
 def test_long_names_of_axes_leave_the_lines_as_wide_as_they_may_be():
-    """The columns before that of sources are wider than the page."""
+    """The columns before the source column are wider than the page."""
     names = ('a' * 40, 'b' * 40)
     helper = MeshShardingHelper([4, 2], names)
     plan = helper.plan(

@@ -1,7 +1,7 @@
 """Plans compared with published figures: worked problems of the scaling book, and step times of MaxText.
 
-The book is https://jax-ml.github.io/scaling-book (sources: https://github.com/jax-ml/scaling-book). Its
-problems that are about one collective or one kind of parallelism are in test_roofline.
+The book is https://jax-ml.github.io/scaling-book (sources: https://github.com/jax-ml/scaling-book).
+test_roofline has its problems about one collective or one kind of parallelism.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.torus_seconds import seconds
 V5P, V6E = HARDWARE['v5p'], HARDWARE['v6e']
 BF16 = 2
 HELPER = MeshShardingHelper([8], ['fsdp'])
-# Eight simulated devices stand for a slice whose axes are rings: the time of a gather depends on the whole
+# Eight simulated devices represent a slice whose axes are rings: the time of a gather depends on the full
 # array and on the number of rings, not on their lengths.
 RINGS = {hardware.name: dataclasses.replace(hardware, ring_multiple=2) for hardware in (V5P, V6E)}
 
@@ -37,13 +37,13 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The sizes of a LLaMA model, with names for its products as MaxText has them."""
+    """The sizes of a LLaMA model, with MaxText's names of its matmuls."""
 
     layers: int
     width: int
     hidden: int
     vocabulary: int
-    groups: int  # heads of keys and values; all heads are of 128
+    groups: int  # key and value heads; the head size is 128
 
     @property
     def weights(self) -> dict[str, Any]:
@@ -69,13 +69,13 @@ class Decoder:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.weights))
 
     def attention_flops(self, tokens: int, sequence: int) -> int:
-        """The least that causal attention takes, forward and backward: a half of all pairs."""
+        """Returns the minimum FLOPs of causal attention, forward and backward: half of all pairs."""
         return 6 * self.layers * self.width * sequence * tokens
 
     def step(self, saved: tuple[str, ...]) -> Any:
-        """A training step that saves the results of some products, and computes the others again.
+        """A training step that saves the results of some matmuls, and recomputes the others.
 
-        Attention is a kernel that reads queries, keys and values: q * k + v stands for it, without flops.
+        The attention kernel reads queries, keys and values; q * k + v represents it, without FLOPs.
         """
 
         def rows(x: jax.Array) -> jax.Array:
@@ -107,7 +107,7 @@ ALL = ('query_proj', 'key_proj', 'value_proj', 'out_proj', 'gate', 'up', 'down')
 
 
 def plan_fsdp(model: Decoder, tokens: int, saved: tuple[str, ...] = ALL) -> Plan:
-    """The plan of a step under FSDP with so many tokens on each device."""
+    """Returns the plan of a step under FSDP with this number of tokens on each device."""
     weights = FSDPShardingRule('fsdp', min_fsdp_size=1)
     rule = {'layers': weights.stacked(), 'embed': weights, 'last': weights}
     step = HELPER.sjit(
@@ -123,7 +123,7 @@ CHIPS = 4096
 
 
 def test_parameters_of_llama_2_13b() -> None:
-    """Question 1: 13.1e9. The model needs 6 operations for each, but for the table of embeddings."""
+    """Question 1: 13.1e9. The model needs 6 FLOPs for each parameter outside the embedding table."""
     assert LLAMA2_13B.parameters == pytest.approx(13.1e9, rel=0.01)
     multiplied = LLAMA2_13B.parameters - 32_000 * 5120
     step = jax.make_jaxpr(LLAMA2_13B.step(ALL))(LLAMA2_13B.weights, array(1000, dtype='int32'))
@@ -137,19 +137,20 @@ def test_fsdp_of_llama_2_13b(tokens: float, compute_bound: bool) -> None:
 
     Question 4 asks for 1M and 10M.
     """
-    # Eight devices stand for 4,096. At 1M tokens, those of eight devices are fewer bytes than a weight, and
-    # sjit would move them, but those of 4,096 devices are not. Gathering weights takes as long at 3M tokens.
+    # Eight devices represent 4,096. At 1M tokens, the activations of eight devices have fewer bytes than a
+    # weight, so sjit would move them; those of 4,096 devices have more. At 3M tokens, gathering weights takes
+    # as long.
     planned = max(tokens, 3e6)
     roofline = plan_fsdp(LLAMA2_13B, int(planned / CHIPS)).roofline(RINGS['v5p'], torus={'fsdp': (2, 2, 2)})
     compute = roofline.compute * tokens / planned
     assert (compute > roofline.parts['ici:fsdp']) == compute_bound
-    # Where both take the same time.
+    # The number of tokens at which both take the same time.
     least = planned * roofline.parts['ici:fsdp'] / roofline.compute
     assert least == pytest.approx(850 * CHIPS, rel=0.02)
 
 
 def test_the_time_of_a_step_of_llama_2_13b() -> None:
-    """Question 3.3: 6 x 3e6 x 13e9 operations at 40 % of 4,096 chips take 300 ms."""
+    """Question 3.3: 6 x 3e6 x 13e9 FLOPs at 40 % of 4,096 chips take 300 ms."""
     peak = CHIPS * V5P.flops_per_second
     roofline = Roofline(V5P, CHIPS, peak, 0.3, 0.0, (), model_flops=int(6 * 3e6 * 13e9))
     assert roofline.mfu == pytest.approx(0.4, rel=0.05)
@@ -170,7 +171,7 @@ def test_the_time_of_a_step_of_llama_2_13b() -> None:
 def test_fsdp_and_tensor_parallelism_of_llama_2_13b(
     tokens: float, shape: tuple[int, ...], fsdp: str, tp: str, compute_bound: bool
 ) -> None:
-    """Question 3.3, with the two products of a block, as the chapter counts."""
+    """Question 3.3, with the two matmuls of a block, as the chapter counts."""
     model, (x, y) = LLAMA2_13B, (shape[0] * shape[1], shape[2])
     assert math.sqrt(3e6 / model.hidden * 2 * CHIPS) == pytest.approx(1333, rel=0.01)
     weights = seconds('all-gather', BF16 * model.width * model.hidden / y, V5P, shape, fsdp)
@@ -199,7 +200,7 @@ def summed(x: jax.Array, w: jax.Array) -> jax.Array:
 @pytest.mark.medium
 @pytest.mark.parametrize(('width', 'sums_win'), [(4096, False), (8192, True)])
 def test_two_ways_to_multiply(width: int, sums_win: bool) -> None:
-    """Question 4 [matmul strategies]: A[B, D] B[D_X, F]: a sum of parts is faster if D > 2 x 2550."""
+    """Question 4 [matmul strategies]: A[B, D] B[D_X, F]: partial sums are faster if D > 2 x 2550."""
     rows, hidden, hardware = 2048, 32_768, RINGS['v5p']
     hardware = dataclasses.replace(hardware, ring_needs_all=False)
     plans = [
@@ -215,7 +216,7 @@ def test_two_ways_to_multiply(width: int, sums_win: bool) -> None:
 
 
 def test_gathering_first_or_scattering_last() -> None:
-    """Question 9: of A[N, M_X] B[M, K], gathering A costs M / K of what scattering the product does."""
+    """Question 9: for A[N, M_X] B[M, K], gathering A costs M / K times scattering the result."""
     rows, inner, columns = 4096, 8192, 2048
 
     def first(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -245,16 +246,16 @@ QKV = ('query_proj', 'key_proj', 'value_proj')
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A step under FSDP whose time was published.
+    """A step under FSDP with a published time.
 
     Attributes:
         model: the model.
         hardware: the chips, in a slice whose axes are rings.
-        sequences: on each chip.
-        length: the tokens of one.
-        saved: the products that the backward pass does not compute again.
-        seconds: of a step.
-        mfu: as published.
+        sequences: the number per chip.
+        length: the number of tokens of a sequence.
+        saved: the matmuls that the backward pass does not recompute.
+        seconds: the step time.
+        mfu: the published MFU.
     """
 
     model: Decoder
@@ -266,9 +267,9 @@ class Published:
     mfu: float
 
 
-# MFU: https://maxtext.readthedocs.io/en/maxtext-v0.2.0/reference/models/tiering.html. Seconds of a step and
-# what is saved: https://github.com/AI-Hypercomputer/tpu-recipes, in training/trillium/NAME/README.md, for
-# v6e-256 (16x16). Sequences are total_weights / (chips x length) of the line of log that is printed there.
+# MFU: https://maxtext.readthedocs.io/en/maxtext-v0.2.0/reference/models/tiering.html. Step times and saved
+# matmuls: https://github.com/AI-Hypercomputer/tpu-recipes, in training/trillium/NAME/README.md, for
+# v6e-256 (16x16). Sequences are total_weights / (chips x length) of the log line there.
 PUBLISHED = {
     # Llama2-70B-MaxText: "qkv_proj_offloaded"; 2,097,152 tokens (per_device_batch_size says 3)
     'Llama 2 70B, v6e-256': Published(LLAMA2_70B, V6E, 2, 4096, QKV, 9.052, 0.438),
@@ -281,8 +282,8 @@ PUBLISHED = {
     'Llama 2 70B, v5p-1024': Published(
         LLAMA2_70B, V5P, 4, 4096, (*QKV, 'out_proj', 'down'), 4 * 4096 / 692, 0.654
     ),
-    # tpu-recipes, training/v5p/Llama3.1-405B-MaxText/README.md: 314.53e12 operations a second on each of 512
-    # chips. What is saved was not found: nothing is computed again here.
+    # tpu-recipes, training/v5p/Llama3.1-405B-MaxText/README.md: 314.53e12 FLOPs per second on each of 512
+    # chips. The saved values were not published: nothing is recomputed here.
     'Llama 3.1 405B, v5p-1024': Published(LLAMA3_405B, V5P, 2, 8192, ALL, 131.474, 314.53e12 / 4.59e14),
 }
 
@@ -293,8 +294,8 @@ def test_a_published_step_of_gpus() -> None:
     506.597e12 operations a second:
     https://catalog.ngc.nvidia.com/orgs/nvidia/teams/dgxc-benchmarking/resources/maxtext-llama3-70b-dgxc-benchmarking-d.
 
-    Two nodes of four stand for 16 of eight: the cards take 1 / 2 of a fourth of the whole in place of 15 / 16
-    of an eighth. What is saved was not found: nothing is computed again here.
+    Two nodes of four GPUs represent 16 of eight: the cards carry 1 / 2 of a fourth of the array instead of
+    15 / 16 of an eighth. The saved values were not published: nothing is recomputed here.
     """
     hardware = dataclasses.replace(HARDWARE['h100'], chips_per_host=4, dcn_bytes_per_second=4 * 5e10)
     tokens, published = 2 * 8192, 15.570
@@ -315,7 +316,7 @@ def test_a_published_step_of_gpus() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize('published_step', PUBLISHED.values(), ids=PUBLISHED)
 def test_published_steps_are_between_the_bounds(published_step: Published) -> None:
-    """At least the time if everything overlaps, at most twice the time if nothing does."""
+    """At least the fully overlapped time, and at most twice the serial time."""
     tokens = published_step.sequences * published_step.length
     plan = plan_fsdp(published_step.model, tokens, published_step.saved)
     attention = published_step.model.attention_flops(tokens, published_step.length)
@@ -326,7 +327,7 @@ def test_published_steps_are_between_the_bounds(published_step: Published) -> No
     hardware = RINGS[published_step.hardware.name]
     bound, estimate = plan.roofline(hardware, torus={'fsdp': torus}).step_seconds
     assert bound <= published_step.seconds <= 2 * estimate
-    # What was published as MFU counts attention in full or, since 2025, by half.
+    # The published MFU counts all pairs of attention or, since 2025, half of them.
     assert plan.model_flops is not None
     peak = published_step.seconds * plan.devices * hardware.flops_per_second
     half, full = ((plan.model_flops + plan.devices * count * attention) / peak for count in (1, 2))

@@ -1,6 +1,6 @@
 """Recorded compilations for TPUs, and the second reader, which simulates executables and counts.
 
-The reader itself is held against programs written by hand, whose counts are numbers written by hand.
+The reader itself is compared with hand-written programs and hand-written counts.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ ALONG_B = [[0, 1], [2, 3], [4, 5], [6, 7]]
         ("mesh['a'=4,'b'=2] {'a','b'}", [[0, 1, 2, 3, 4, 5, 6, 7]]),
         # Devices in another order.
         ("mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}", ALONG_A),
-        # Parts of an axis: 4 is 2 x 2; the outer half, and the inner one.
+        # Parts of an axis: 4 is 2 x 2; the outer half, and the inner half.
         ("mesh['a'=4,'b'=2] {'a':(1)2}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
         ("mesh['a'=4,'b'=2] {'a':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
         ("mesh['a'=8] {'a':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
@@ -88,7 +88,7 @@ ADD = """
 
 
 def counts(entry, *computations, mesh=MESH, slices=1, kernel=''):
-    """The counts of a program, of whose entry only the lines are given."""
+    """Returns the counts of a program with these lines in its entry computation."""
     body = textwrap.indent(textwrap.dedent(entry).strip('\n'), '  ')
     others = [textwrap.dedent(computation).strip('\n') for computation in (ADD, *computations)]
     main = f'ENTRY %main (p: f32[256]) -> f32[] {{\n{body}{kernel}\n}}\n'
@@ -97,7 +97,7 @@ def counts(entry, *computations, mesh=MESH, slices=1, kernel=''):
 
 
 def test_kinds_and_bytes():
-    """Bytes are those of the whole array of a group; f32[256] is 1 KiB."""
+    """Bytes are those of the full array of a group; f32[256] is 1 KiB."""
     result = counts(
         """
         %p = f32[256]{0:T(256)} parameter(0)
@@ -184,7 +184,7 @@ CHAIN = (
 
 
 def chain(end):
-    """An asynchronous all-gather that stands in four fusions, whose names end so."""
+    """Returns an asynchronous all-gather that occurs in four fusions, with these endings of their names."""
     return """
         %p_ = f32[256] parameter(0)
         %1_ = (f32[256], f32[1024], s32[2]) fusion(%p_), calls=%begin
@@ -237,7 +237,7 @@ def test_an_all_reduce_that_is_sliced_at_once_is_a_reduce_scatter():
         ROOT %z = f32[64] get-tuple-element(%f), index=0
         """
     assert counts(entry, fused).collectives == {('reduce-scatter', ('a',)): (1, 3 * KIB)}
-    # The compiler's name for such a fusion and what stands in it must agree.
+    # The compiler's name for such a fusion and its contents must agree.
     with pytest.raises(AssertionError, match='all-reduce-scatter'):
         counts(entry, fused.replace('tuple(%s, %t)', 'tuple(%s, %t, %1)'))
 
@@ -308,7 +308,7 @@ def test_loops_in_loops():
 
 
 def test_loops_of_unknown_length():
-    """The compiler may know what an argument hides; otherwise it is refused."""
+    """The compiler may know a trip count that depends on an argument; otherwise the loop is rejected."""
     entry = """
         %p = f32[256] parameter(0)
         %n = s32[] parameter(1)
@@ -342,7 +342,7 @@ BRANCHES = (
 
 
 def test_of_branches_the_largest_counts():
-    """2 KiB in two all-reduces are more than 1.5 KiB; products are those of the other branch."""
+    """2 KiB in two all-reduces are more than 1.5 KiB; matmuls are those of the other branch."""
     entry = """
         %p = f32[256] parameter(0)
         %which = s32[] parameter(1)
@@ -356,7 +356,7 @@ def test_of_branches_the_largest_counts():
 
 
 def test_collectives_across_slices():
-    """A send and a recv are one collective; the groups of the others are within a slice."""
+    """A send and a recv are one collective; groups of other collectives are within a slice."""
     host = '_xla_host_transfer_handler_name="xla_megascale_runtime"'
     target = '_xla_megascale_target="{1,2}x{0:3}"'
     gather = f'frontend_attributes={{{host},{target},_xla_megascale_transfer_type="ALL_GATHER"}}'
@@ -384,7 +384,7 @@ def test_collectives_across_slices():
 
 
 def test_the_memory_of_the_host():
-    """Into it go a slice of 1 KiB and a copy of 8 KiB; from it comes a slice of 1 KiB."""
+    """A slice of 1 KiB and a copy of 8 KiB move to the host; a slice of 1 KiB moves from it."""
     entry = """
         %p = f32[256] parameter(0)
         %n = s32[] parameter(1)
@@ -417,9 +417,9 @@ def test_the_memory_of_the_host():
 @pytest.mark.parametrize(
     ('left', 'right', 'result', 'attributes', 'flops'),
     [
-        # A product of 8 x 16 and 16 x 32.
+        # A matmul of 8 x 16 and 16 x 32.
         ('[8,16]', '[16,32]', '[8,32]', 'dim_labels=bf_io->bf', 2 * 8 * 16 * 32),
-        # One dimension: at both ends one of three places is padding.
+        # One dimension: at both ends one of three positions is padding.
         (
             '[1,10,4]',
             '[3,4,5]',
@@ -427,18 +427,18 @@ def test_the_memory_of_the_host():
             'window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f',
             2 * 28 * 4 * 5,
         ),
-        # Every second place: 10 without padding has 4.
+        # Every second position: 10 without padding has 4.
         ('[1,10,1]', '[3,1,1]', '[1,4,1]', 'window={size=3 stride=2}, dim_labels=b0f_0io->b0f', 2 * 12),
-        # Holes between what is multiplied are no products: 1 0 2 0 3, three places wide.
+        # Dilation holes are not multiplied: 1 0 2 0 3, with a window of three.
         ('[1,3,1]', '[3,1,1]', '[1,3,1]', 'window={size=3 lhs_dilate=2}, dim_labels=b0f_0io->b0f', 2 * 5),
-        # Places that lie two apart.
+        # Window positions at a distance of two.
         ('[1,5,1]', '[3,1,1]', '[1,1,1]', 'window={size=3 rhs_dilate=2}, dim_labels=b0f_0io->b0f', 2 * 3),
-        # How the compiler writes a product of two parts: all but the places that meet is padding.
+        # The compiler's form of a matmul in two parts: all positions that do not overlap are padding.
         (
             *('[1024,2048,1]', '[2048,2,1024]', '[1024,2,1024]'),
             *('window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=bf0_i0o->b0f', 2 * 1024 * 2048 * 2 * 1024),
         ),
-        # Two dimensions, of which the second is not padded.
+        # Two dimensions; the second is not padded.
         (
             *('[2,6,6,3]', '[3,3,3,7]', '[2,6,4,7]'),
             *('window={size=3x3 pad=1_1x0_0}, dim_labels=b01f_01io->b01f', 2 * 2 * 16 * 12 * 3 * 7),
@@ -511,7 +511,7 @@ def read(name):
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize('name', PROGRAMS)
 def test_recordings_are_complete(name):
-    """The second reader knows all of each program, and what runs is what was dumped."""
+    """The second reader knows every instruction, and the executable equals the dump."""
     recording, result = recorded(name), read(name)
     assert result.collectives
     assert executable_reader.read(recording.optimized, recording.mesh, recording.slices) == result
@@ -546,7 +546,7 @@ def test_counts_that_follow_from_the_program(name):
 
 
 def test_flops_that_follow_from_the_program():
-    """8 layers of 1,024 rows: a product forward, a half of it again, and two back."""
+    """8 layers of 1,024 rows: one matmul forward, half of it recomputed, and two backward."""
     layer = 2 * 2 * 1024 * 2048 * 8192
     assert read('fsdp_saved v5e').flops == 8 * 3 * layer
     assert read('fsdp v5e').flops == 8 * 3.5 * layer
@@ -554,7 +554,7 @@ def test_flops_that_follow_from_the_program():
 
 
 def test_transfers_of_recorded_programs():
-    """The input of each of 8 layers, 4,096 rows of 2,048; a state of 4,096 x 8,192 on 8 devices."""
+    """The input of 8 layers, 4,096 rows of 2,048; a state of 4,096 x 8,192 on 8 devices."""
     offloaded, parked = read('offloaded v5e'), read('parked v5e')
     assert offloaded.to_host == offloaded.from_host == 8 * 4096 * 2048 * 2
     assert parked.to_host == parked.from_host == 4096 * 8192 * 2 / 8
@@ -562,7 +562,7 @@ def test_transfers_of_recorded_programs():
 
 @pytest.mark.medium
 def test_recordings_name_no_folder_of_the_machine_that_made_them():
-    """A recording read where the repository lies elsewhere names the places of there."""
+    """A recording that is read in another folder contains the paths of that folder."""
     for name in PROGRAMS:
         for value in dataclasses.asdict(recorded(name)).values():
             assert str(REPOSITORY) not in str(anywhere(value))

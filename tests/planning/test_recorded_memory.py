@@ -10,7 +10,7 @@ from scalax.plan import Source
 
 recordings = pytest.importorskip('tests.support.recorded')
 MIB = 2**20
-# What each device moves to the host in one call, and the same back.
+# The bytes that each device moves to the host in one call, and back.
 MOVED = {
     # Eight layers, each with 4,096 rows of 2,048 bfloat16.
     **dict.fromkeys(['offloaded v5e', 'offloaded v6e', 'offloaded v5p'], 8 * 4096 * 2048 * 2),
@@ -42,9 +42,9 @@ def test_memory_is_the_compilers_own(name):
     host = ('host_argument', 'host_output', 'host_temp')
     held = sum(stats[f'{part}_size_in_bytes'] for part in host) - stats['host_alias_size_in_bytes']
     assert memory.host == held
-    # The compiler's own peak counts the vector memory of a chip and the host too.
+    # The compiler's peak includes the vector memory of a chip and host memory.
     assert memory.peak <= 1.002 * stats['peak_memory_in_bytes']
-    if stats['peak_memory_in_bytes'] > 2**29:  # much more than these
+    if stats['peak_memory_in_bytes'] > 2**29:  # much larger than both
         assert memory.peak == pytest.approx(stats['peak_memory_in_bytes'], rel=0.001)
 
 

@@ -1,4 +1,4 @@
-"""Rooflines: worked examples of the scaling book, each by its chapter, and programs compared.
+"""Rooflines: worked examples of the scaling book, by chapter, and comparisons of programs.
 
 The book is https://jax-ml.github.io/scaling-book (sources: https://github.com/jax-ml/scaling-book).
 """
@@ -44,7 +44,7 @@ def array(*shape, dtype=jnp.bfloat16):
 CUBE = (4, 4, 4)
 B, D = 1024, 4096
 
-# where in the chapter -> (kind, bytes, hardware, shape, axes, seconds, how near)
+# section of the chapter -> (kind, bytes, hardware, shape, axes, seconds, tolerance)
 COLLECTIVES = {
     # "TPU v5e has no wraparound: 3 hops of 8.4 MB at 4.5e10"
     'Pop Quiz 2 [AllGather time]': ('all-gather', 2048 * 8192 * BF16, V5E, (8, 4), 'Y', 560 * US, 0.01),
@@ -53,7 +53,7 @@ COLLECTIVES = {
     'Question 2 [AllGather latency], 1': ('all-gather', BF16 * B * D / 4, V4, CUBE, 'X', 23 * US, 0.02),
     'Question 2 [AllGather latency], 2': ('all-gather', BF16 * B * D / 4, V4, CUBE, 'Y', 23 * US, 0.02),
     'Question 2 [AllGather latency], 3': ('all-gather', BF16 * B * D, V4, CUBE, 'XY', 46 * US, 0.02),
-    # An array of partial sums, which an all-reduce sums: two of the book's gathers.
+    # An all-reduce of partial sums takes as long as two of the book's gathers.
     'Question 2 [AllGather latency], 4': ('all-reduce', BF16 * B * D / 16, V4, CUBE, 'Z', 2 * 5.8 * US, 0.02),
     # "the full gather in only 2 hops, so roughly 2 us"
     'Question 3 [latency-bound AllGather]': ('all-gather', BF16 * 128, V4, CUBE, 'X', 2 * US, 0.01),
@@ -73,7 +73,7 @@ def test_collectives_of_the_book(kind, array_bytes, hardware, shape, axes, expec
 
 # --- "How to Parallelize a Transformer for Training" (training.md) ---------------------------------
 
-RINGS = dataclasses.replace(V5P, ring_needs_all=False)  # whose rings of 8 stand for those of a large cube
+RINGS = dataclasses.replace(V5P, ring_needs_all=False)  # whose rings of 8 represent the rings of a large cube
 ALONG = MeshShardingHelper([8], ['X'])
 WIDTH, HIDDEN = 1024, 4096
 
@@ -89,7 +89,7 @@ def fsdp(batch):
 
 
 def data_parallel(batch):
-    """The gradients of W_in and W_out, summed over the batch."""
+    """The gradients of W_in and W_out are reduced over the batch."""
 
     def backward(x, up, down, g):
         return jax.vjp(lambda *params: forward(x, *params), up, down)[1](g)
@@ -128,11 +128,11 @@ def test_fsdp_is_bound_by_communication_below_2550_tokens(axes, torus):
 
 @pytest.mark.medium
 def test_data_parallelism_is_bound_by_communication_below_2550_tokens():
-    """Chapter "Data Parallelism": two AllReduces of 2 D F bytes, and 8 B D F operations."""
+    """Chapter "Data Parallelism": two AllReduces of 2 D F bytes, and 8 B D F FLOPs."""
     for share, compute_bound in [(0.99, False), (1.01, True)]:
         batch = 8 * int(share * INTENSITY)
         plan = data_parallel(batch)
-        # Of the two matmuls of each matrix, the gradient of the input is not asked for.
+        # The backward pass has one matmul less: the gradient of the input is not needed.
         assert plan.flops == 2 * batch * WIDTH * HIDDEN * 4
         parts = plan.roofline(RINGS, torus={'X': 8}).parts
         assert parts['ici:X'] == pytest.approx(2 * 2 * BF16 * WIDTH * HIDDEN / 1.8e11)
@@ -162,7 +162,7 @@ def test_tensor_parallelism_of_llama(hidden, ways, compute_bound):
 
 
 def mixed(batch, hidden, fsdp_axes, tp_axes):
-    """Seconds of communication of a block on a v5p 4x4x4, by the axes of the torus that each takes."""
+    """Returns the communication seconds of a block on a v5p 4x4x4, for axes of the torus."""
     width, x, y = 8192, 4 ** len(fsdp_axes), 4 ** len(tp_axes)
     weights = seconds('all-gather', BF16 * width * hidden / y, V5P, CUBE, fsdp_axes)
     rows = BF16 * batch * width / x
@@ -171,14 +171,14 @@ def mixed(batch, hidden, fsdp_axes, tp_axes):
 
 
 def test_fsdp_and_tensor_parallelism():
-    """Chapter "Combining FSDP and Tensor Parallelism": of 64 chips, 16 x 4 for F = 32,768 and B = 48,000."""
+    """Chapter "Combining FSDP and Tensor Parallelism": 64 chips, 16 x 4 for F = 32,768 and B = 48,000."""
     batch, hidden = 48_000, 32_768
     chosen = math.sqrt(batch / hidden * 2 / 1 * 64)
     assert chosen == pytest.approx(13.9, rel=0.02)
     assert mixed(batch, hidden, 'XY', 'Z') < mixed(batch, hidden, 'X', 'YZ')
     # "This gives roughly B / N > 99": with 2550^2 / (2 F), at the best split,
-    # if axes could be divided anyhow. Of those that a 4x4x4 has, 4 x 16 comes nearest. "A factor of eight"
-    # less than with FSDP over all three axes: 850.
+    # if axes could have any size. On a 4x4x4, 4 x 16 is the closest. "A factor of eight" less than with FSDP
+    # over all three axes: 850.
     for tokens, compute_bound in [(90, (False, False)), (170, (True, False)), (860, (True, True))]:
         batch = 64 * tokens
         best = min(mixed(batch, hidden, 'XY', 'Z'), mixed(batch, hidden, 'X', 'YZ'))
@@ -188,7 +188,7 @@ def test_fsdp_and_tensor_parallelism():
 
 
 def test_scaling_across_pods():
-    """Chapter "Scaling Across Pods": 71,360 tokens a slice for v5p; two AllReduces of 2 D F bytes."""
+    """Chapter "Scaling Across Pods": 71,360 tokens per slice for v5p; two AllReduces of 2 D F bytes."""
     slices, chips, width, hidden = 1000, 64, 8192, 30_000
     positions = [DevicePosition(index, (0, 0, 0)) for index in range(slices)]
     route = route_of(positions, torus_of(positions, V5P), 'data')
@@ -202,7 +202,7 @@ def test_scaling_across_pods():
 
 
 def test_loading_weights():
-    """tpus.md, Question 1 [bounding LLM latency]: 400e9 bytes from the memories of 32 v4: around 10 ms."""
+    """tpus.md, Question 1 [bounding LLM latency]: 400e9 bytes from the HBM of 32 v4: around 10 ms."""
     plan = MeshShardingHelper([8], ['X']).plan(lambda x: x, array(8))
     plan = dataclasses.replace(plan, device_cost=DeviceCost(bytes=int(400e9 / 32)), collectives=())
     roofline = plan.roofline(dataclasses.replace(V4, devices_per_chip=1))
@@ -219,7 +219,7 @@ def test_a_product_is_bound_by_computing_above_240_tokens():
 
 
 def test_seconds_of_computing():
-    """roofline.md, "Where Does the Time Go?": 1e12 operations take 1.1 ms on a v6e."""
+    """roofline.md, "Where Does the Time Go?": 1e12 FLOPs take 1.1 ms on a v6e."""
     plan = MeshShardingHelper([8], ['X']).plan(lambda x: x, array(8))
     assert dataclasses.replace(plan, flops=10**12).roofline(V6E).compute == pytest.approx(1.1e-3, rel=0.02)
 
@@ -233,7 +233,7 @@ def test_gathering_in_a_node_of_gpus():
 
 
 def test_the_days_of_a_training_run():
-    """applied-training.md, "Counting Parameters and FLOPs": 6.3e24 operations at 40 % of a pod: 44 days."""
+    """applied-training.md, "Counting Parameters and FLOPs": 6.3e24 FLOPs at 40 % of a pod: 44 days."""
     peak = 8960 * V5P.flops_per_second
     roofline = Roofline(V5P, 8960, peak, 44 * 86400.0, 0.0, (), model_flops=int(6.3e24))
     assert roofline.mfu == pytest.approx(0.4, rel=0.02)
@@ -269,7 +269,7 @@ def test_good_shardings_rank_above_bad_ones():
     alike = bound_of(P(), P('fsdp'))
     alone = bound_of(P(), P())
     assert good.exactness is Exactness.EXACT
-    # A mesh axis that nothing uses makes all of its devices compute the same.
+    # All devices along an unused mesh axis compute the same.
     assert good.compute == pytest.approx(alike.compute)
     assert split.compute == pytest.approx(good.compute / 2)
     assert alone.compute == pytest.approx(4 * good.compute)
@@ -279,7 +279,7 @@ def test_good_shardings_rank_above_bad_ones():
 
 
 def test_mesh_axes_that_share_links_add_up():
-    """Two mesh axes on one ring, and one that takes all of it."""
+    """Two mesh axes on one ring, and one mesh axis that uses the entire ring."""
     rows = (
         Communication('ici', ('tp',), (TorusSegment(0, 4, False),), 3.0, 3.0),
         Communication('ici', ('fsdp',), (TorusSegment(0, 4, True, 4), TorusSegment(1, 4, True)), 2.0, 2.0),
@@ -315,7 +315,7 @@ def test_an_all_reduce_of_which_each_keeps_its_part():
 
 
 def test_groups_that_are_a_part_of_an_axis():
-    """Pairs along an axis of eight, two apart; and the links that they share with others."""
+    """Pairs along an axis of eight, at a distance of two, which share links with other pairs."""
 
     def block(x):
         return jax.lax.psum(x, 'X', axis_index_groups=[[0, 2], [1, 3], [4, 6], [5, 7]])
@@ -350,7 +350,7 @@ def test_text():
             Communication('dcn', ('data',), (), 0.001, 0.001),
             Communication(
                 'ici', ('fsdp', 'tp'), (TorusSegment(0, 2, False),), 0.0, 0.0
-            ),  # of a part of the axes
+            ),  # on some of the axes
         ),
         model_flops=3 * 10**14,
         exactness=Exactness.AT_LEAST,
@@ -366,7 +366,7 @@ def test_text():
 
 
 def test_more_than_the_peak():
-    """Of attention all pairs are the model's, and half of them are no work of a kernel with a causal mask."""
+    """The model counts all pairs of attention; a kernel with a causal mask computes half of them."""
     roofline = Roofline(V5P, 8, 1e15, 1.0, 0.5, (), model_flops=11 * 10**14)
     assert str(roofline).splitlines()[1] == (
         'bound by compute; MFU at most 110.0%: the model needs 1.10 PFLOPs, more than the program computes: '
@@ -376,7 +376,7 @@ def test_more_than_the_peak():
 
 def test_model_flops():
     plan = fsdp(8)
-    assert plan.model_flops == plan.flops  # no gradient, and nothing again
+    assert plan.model_flops == plan.flops  # no gradient, and nothing recomputed
     unknown = dataclasses.replace(plan, model_flops=None)
     assert unknown.roofline(RINGS, torus={'X': 8}).mfu is None
     told = plan.with_model_flops(1e9)
@@ -391,7 +391,7 @@ def test_model_flops():
 
 
 def test_compute_time_with_kernels():
-    """What runs counts; kernels are known from the function alone."""
+    """The executed FLOPs count; those of kernels are only known from the function."""
     plan = fsdp(8)
     share = plan.flops // 8
 
@@ -426,7 +426,7 @@ def test_devices_on_a_switch():
     )
     roofline = fsdp(8).roofline(hardware)
     assert roofline.parts['ici:X'] == pytest.approx(2 * BF16 * WIDTH * HIDDEN * 7 / 8 / 1e11)
-    # What sends nothing needs no network.
+    # Programs without communication need no network.
     alone = ALONG.plan(lambda x: x @ x, array(64, 64)).roofline(Hardware('mine', 1e14, 1e12))
     assert alone.communication == ()
     assert alone.bottleneck == 'hbm'
@@ -451,7 +451,7 @@ def test_gathers_that_are_written_twice_count_once():
     module = parse(PROGRAM)
     rows = collectives(module, {'fsdp': 4, 'tp': 2})
     gathers = [(row.axes, row.count, row.bytes) for row in rows]
-    assert gathers == [(('fsdp',), 2, 8192), (('tp',), 1, 4096)]  # along fsdp in each of two dimensions
+    assert gathers == [(('fsdp',), 2, 8192), (('tp',), 1, 4096)]  # along fsdp, in each of two dimensions
     flops = 2 * 64**3
     moved = 3 * 64 * 64 * 2
     scopes = (ScopeCost('', 'other', flops, moved),)

@@ -1,4 +1,4 @@
-"""The time along the compiler's schedule: asynchronous operations, waits, and the times of kernels."""
+"""The time of the compiler's schedule: asynchronous operations, waits, and the times of kernels."""
 
 import dataclasses
 import math
@@ -24,12 +24,12 @@ from tests.support.recorded import recorded
 
 MODELLED = [name for name in PROGRAMS if name.split()[-1] not in NOT_MODELLED]
 US = 1e-6
-# Kernels reach 1e12 operations and 1e9 bytes in a second.
+# Kernels reach 1e12 FLOPs and 1e9 bytes per second.
 FLOPS_RATE, HBM_RATE, HOST_RATE = 1e12 / _ACHIEVABLE, 1e9 / _ACHIEVABLE, 1e8
 
 
 def cost(**times):
-    """The metadata with which XLA annotates a kernel with its modeled times, in microseconds."""
+    """Returns the metadata with which XLA annotates a kernel with its modeled times, in microseconds."""
     written = ','.join(
         f'{{"exec_time_us":{time},"compute_time_us":0,"name":"{name.replace("_", "-")}"}}'
         for name, time in times.items()
@@ -38,7 +38,7 @@ def cost(**times):
 
 
 def of(text, collectives=()):
-    """The schedule of a program, with the microseconds that its collectives take."""
+    """Returns the schedule of a program whose collectives take these microseconds."""
     links = {('main', name): (kind, time * US) for name, (kind, time) in dict(collectives).items()}
     module = parse(f'HloModule made, is_scheduled=true\n{text}', True)
     return schedule_of(module, FLOPS_RATE, HBM_RATE, HOST_RATE, links)
@@ -96,9 +96,9 @@ def test_a_collective_that_is_not_asynchronous():
 
 
 def test_copies_of_one_direction_wait_for_each_other():
-    """Each takes 1,000 bytes over a link of 100 MB/s.
+    """Each copies 1,000 bytes over a link of 100 MB/s.
 
-    A copy inside of the memory, 2,000 by 1 GB/s, is not beside kernels.
+    A copy within device memory, 2,000 bytes at 1 GB/s, does not overlap with kernels.
     """
     array, host = 'f32[250]{0}', 'f32[250]{0:S(5)}'
     moved = f"""
@@ -120,9 +120,9 @@ ENTRY %main (x: {array}, h: {host}) -> {array} {{
 """
     schedule = of(moved)
     assert schedule.seconds == pytest.approx((20 + 3) * US)
-    # For that from the host, and then for the second one there: the first has gone beside it.
+    # Waits for the copy from the host, then for the second copy to it; the first one overlapped.
     assert rows(schedule) == {
-        'inside': (1, 1),  # what it reads, and what it writes
+        'inside': (1, 1),  # the bytes that it reads, and writes
         'beside': (1, 2),
         'inside_is': (1, 1),
         'wait: copy': (2, 16),
@@ -144,9 +144,9 @@ ENTRY %main (x: {array}, h: {host}) -> {array} {{
     ],
 )
 def test_which_time_counts(kind, costs, time):
-    """Without a model, and where that says less, it is the least; and no more than some times of that.
+    """Without a modeled time, or if it is too short, the lower bound counts; at most a multiple of it.
 
-    The least is what two arrays of 1,000 bytes take by a memory of 1 GB/s, or a little more.
+    The lower bound is the time of two arrays of 1,000 bytes at 1 GB/s, or slightly more.
     """
     text = f"""
 {FUSED}
@@ -171,7 +171,7 @@ def test_kernels_of_cudnn_take_several_times_the_least(name, library):
 
 
 def test_a_library_in_a_fusion_has_the_time():
-    """XLA has models of products, and none of the fusions that put their results into a part of an array."""
+    """XLA models matmuls, but not fusions that write their results into a slice of an array."""
     product = 'custom-call(%p, %p), custom_call_target="__cublas$lt$matmul"'
     numbers = '"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}'
     inside = cost(sol=7).replace('{"operation', f'{{{numbers},"operation')
@@ -188,7 +188,7 @@ ENTRY %main (x: f32[10,10]) -> f32[10,10] {{
 """
     [row] = of(text).kernels
     assert (row.name, row.seconds) == ('r', pytest.approx(7 * US))
-    assert row.bound == pytest.approx(0.8 * US * _ACHIEVABLE)  # 800 bytes; 2,000 operations take 0.002
+    assert row.bound == pytest.approx(0.8 * US * _ACHIEVABLE)  # 800 bytes; 2,000 FLOPs take 0.002
 
 
 @pytest.mark.medium
@@ -206,9 +206,9 @@ ENTRY %main (x: f32[10,10]) -> f32[10,10] {{
 )
 @pytest.mark.parametrize('by', ['cublas', 'triton'])
 def test_matmuls_of_unmeasured_dtypes(types, time, by):
-    """XLA counts their sizes in bytes of the result: 2, 4 or 8 times as many along each of three dimensions.
+    """XLA scales sizes with the bytes of the result: 2, 4 or 8 times along each of three dimensions.
 
-    They take no less than the least: here what 2,400 bytes of complex numbers take to move.
+    They take at least the lower bound: here the time to move 2,400 bytes of complex numbers.
     """
     lhs, rhs, result = (f'{dtype}[10,10]' for dtype in types)
     numbers = '"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}'
@@ -298,9 +298,9 @@ ENTRY %main (x: f32[250], b: pred[]) -> f32[250] {{
 
 
 def test_loops_and_branches():
-    """The longest branch counts; it contains a loop, and runs after the loop outside of it."""
+    """The longest branch counts; it contains a loop, and runs after the loop outside it."""
     all_rows = rows(of(LOOP))
-    kernels = {name: row for name, row in all_rows.items() if name not in ('next', 'c')}  # of single numbers
+    kernels = {name: row for name, row in all_rows.items() if name not in ('next', 'c')}  # of scalars
     assert kernels == {'inside': (20, 60), 'once': (1, 4), 'more': (1, 5)}
     assert of(LOOP).seconds == pytest.approx(sum(row.seconds for row in of(LOOP).kernels))
     assert [row.bound for row in of(LOOP).kernels if row.name == 'once'] == pytest.approx(
@@ -309,7 +309,7 @@ def test_loops_and_branches():
 
 
 def lane(spans, name):
-    """The spans of a lane: name, start and end in microseconds."""
+    """Returns the spans of a lane: name, start and end in microseconds."""
     return [
         (span.name, pytest.approx(span.start / US), pytest.approx((span.start + span.seconds) / US))
         for span in spans
@@ -380,7 +380,7 @@ def test_a_compiler_that_writes_no_times():
 @pytest.mark.medium
 @pytest.mark.parametrize('name', MODELLED)
 def test_kernels_take_their_modeled_time(name, monkeypatch):
-    """As a second reader adds it up, on a device to which operations and bytes are next to nothing."""
+    """As a second reader sums it, on a device with almost free FLOPs and bytes."""
     monkeypatch.setattr('scalax._planning.time.schedule._SCATTERED_FACTOR', math.inf)
     recording = recorded(name)
     schedule = schedule_of(parse(recording.optimized, True), 1e30, 1e30, 1e30, {})
@@ -397,7 +397,7 @@ def test_kernels_take_at_least_their_lower_bound(name):
 @pytest.mark.medium
 @pytest.mark.parametrize('name', MODELLED)
 def test_a_step_takes_its_kernels_and_its_waits(name):
-    """A step takes at least the time of each stream; it waits at most for all collectives and copies."""
+    """A step takes at least the time of each stream, and waits at most for all collectives and copies."""
     plan = recorded_plan(name)
     schedule, roofline = plan.schedule, plan.roofline()
     times = zip(

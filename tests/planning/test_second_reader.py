@@ -12,7 +12,7 @@ from tests.support.leaves import leaf
 
 
 def train(helper, rules, batch, layers=3, rounds=1, **options):
-    """A gradient step of a checkpointed stack, perhaps in several parts of the batch."""
+    """A gradient step of checkpointed stacked layers, optionally in several parts of the batch."""
 
     def layer(x, w):
         return x + jnp.tanh(x @ w['up']) @ w['down'], None
@@ -45,14 +45,14 @@ def fsdp_and_tp():
 
 
 def parts_of_a_batch():
-    """A loop over parts, in each the loop over layers, forwards and back."""
+    """A loop over parts, with the loop over layers inside, in both passes."""
     return train(HELPER, BOTH, P('fsdp'), rounds=4)
 
 
 def bad_shardings():
-    """Both weights are cut where nobody wants them cut, and the batch lies across."""
+    """Both weights and the batch are sharded along unfavourable dimensions."""
     bad = TreePathShardingRule(('up', P(None, 'tp', 'fsdp')), ('down', P(None, 'tp', None)))
-    # Not followed: constraints would cut an axis into parts, which the second reader does not read.
+    # Not partitioned: constraints would split an axis into sub-axes, which the second reader rejects.
     return train(HELPER, bad, P('tp', 'fsdp'), batch_argnums=())
 
 
@@ -84,7 +84,7 @@ def test_both_read_the_same(program):
 
 @pytest.mark.medium
 def test_a_missed_collective_is_noticed():
-    """The comparison can fail: what the second reader does not know it does not pass over."""
+    """The comparison can fail: the second reader does not skip unknown instructions."""
     helper, fun, arguments = fsdp_and_tp()
     text = second_reader.after_partitioning(fun.lower(*arguments))
     with pytest.raises(AssertionError, match='all-gather-start'):

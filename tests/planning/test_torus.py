@@ -45,7 +45,7 @@ class Plain:
 
 
 def chips(*shape, cores=1, slices=1):
-    """The devices of slices of this shape: the last axis first, as a mesh over all of them has it."""
+    """Returns the devices of slices of this shape, last axis first, as in a mesh over all of them."""
     return [
         SliceDevice(coords, core, slice_index=index)
         for index in range(slices)
@@ -55,7 +55,7 @@ def chips(*shape, cores=1, slices=1):
 
 
 def route(mesh, axes, positions, hardware):
-    """The route between the devices of a group along some axes of a mesh, equal for all groups."""
+    """Returns the route between the devices of a group along mesh axes; all groups have the same."""
     grid = np.arange(len(positions)).reshape(tuple(mesh.values()))
     group_dims = [i for i, name in enumerate(mesh) if name in axes]
     rest = [i for i in range(grid.ndim) if i not in group_dims]
@@ -85,7 +85,7 @@ def test_places():
 @pytest.mark.parametrize(
     ('name', 'shape', 'rings'),
     [
-        # https://jax-ml.github.io/scaling-book/tpus, "TPU Networking", has these.
+        # From https://jax-ml.github.io/scaling-book/tpus, "TPU Networking".
         ('v5p', (4, 4, 4), (True, True, True)),
         ('v5p', (4, 4, 8), (True, True, True)),
         ('v5p', (16, 20, 28), (True, True, True)),
@@ -127,7 +127,7 @@ def test_a_torus_of_more_axes():
 CUBE = positions_of(chips(4, 4, 4))
 LONG = positions_of(chips(4, 16))
 
-# what -> (mesh, axes, positions, hardware, segments)
+# case -> (mesh, axes, positions, hardware, segments)
 ROUTES = {
     'one axis each': ({'a': 4, 'b': 4, 'c': 4}, ('b',), CUBE, V5P, (ring(1, 4),)),
     'two axes': ({'a': 16, 'b': 4}, ('a',), CUBE, V5P, (ring(0, 4), ring(1, 4))),
@@ -141,7 +141,7 @@ ROUTES = {
     ),
     'without wrap-around': ({'a': 4, 'b': 16}, ('a',), LONG, V5E, (line(0, 4),)),
     'with wrap-around': ({'a': 4, 'b': 16}, ('b',), LONG, V5E, (ring(1, 16),)),
-    # One axis of the torus serves two mesh axes: the inner takes segments, the outer every fourth chip.
+    # One torus axis is split into two mesh axes: the inner gets segments, the outer every fourth chip.
     'segments': ({'a': 4, 'b': 4, 'c': 4}, ('c',), LONG, V5E, (line(1, 4),)),
     'interleaved': ({'a': 4, 'b': 4, 'c': 4}, ('b',), LONG, V5E, (ring(1, 4, stride=4),)),
     'both of them': ({'a': 4, 'b': 4, 'c': 4}, ('b', 'c'), LONG, V5E, (ring(1, 16),)),
@@ -172,7 +172,7 @@ def test_routes(mesh, axes, positions, hardware, segments):
 
 
 def test_the_order_of_a_mesh_does_not_matter():
-    """A mesh need not follow the coordinates: here it goes around each square, and through it in a zigzag."""
+    """A mesh need not follow the coordinates: here it goes around squares, and zigzags through them."""
     square = [DevicePosition(0, (x, y)) for x, y in [(0, 0), (1, 0), (1, 1), (0, 1)]]
     assert route({'a': 4}, ('a',), square, V5E).segments == (line(0, 2), line(1, 2))
 
@@ -182,7 +182,7 @@ def test_two_devices_a_chip():
     v4 = HARDWARE['v4']
     cores = route({'a': 64, 'b': 2}, ('b',), positions, v4)
     assert cores == Route(1, 2, 1, (), 1)
-    # Both devices of a chip send over its links, each for a group of its own ...
+    # Both devices of a chip send over its links, each for a separate group ...
     assert route({'a': 4, 'b': 32}, ('a',), positions, v4) == Route(
         1, 4, 4, (ring(0, 4),), groups_sharing_links=2
     )
@@ -206,7 +206,7 @@ def test_no_torus():
     assert route({'a': 2, 'b': 4}, ('a',), positions, switch) == Route(2, 1, 1, ())
 
 
-# What forms no evenly spaced box: (chips, lines of the box around them, groups that share it)
+# Chips that do not form an evenly spaced box: (chips, segments of the box around them, groups that share it)
 OTHERS = {
     'a corner': ([(0, 0), (0, 1), (1, 0)], (line(0, 2), line(1, 2)), 2),
     'a diagonal': ([(0, 0), (1, 1)], (line(0, 2), line(1, 2)), 2),
@@ -241,7 +241,7 @@ def test_unlike_slices():
     )
 
 
-# --- Devices that are not there -------------------------------------------------------------------
+# --- Absent devices -------------------------------------------------------------------------------
 
 
 def test_places_on_a_torus():
@@ -267,10 +267,10 @@ def test_torus_that_does_not_fit(torus, message):
     assert str(error.value) == message
 
 
-# --- Times, beside those of the book (in test_plan_roofline) ---------------------------------------
+# --- Times that are not in the book (see test_roofline) --------------------------------------------
 
 V = 1e9  # bytes
-W = 4.5e10  # v5e, one way
+W = 4.5e10  # v5e, one direction
 
 
 def seconds(kind, *segments, chips=None, array_bytes=V, sharing=1, hardware=V5E):
@@ -338,26 +338,26 @@ def test_times_inside_a_chip():
     v4 = HARDWARE['v4']
     times = collective_seconds('all-reduce', V, Route(1, 2, 1, ()), v4, 2)
     assert times == (0, 0, 2 * V / 1.2e12)
-    # Two devices of a chip of tpu7x have a link of their own: half of the array comes from the other one.
+    # The two devices of a tpu7x chip have a separate link: half of the array comes from the other device.
     times = collective_seconds('all-reduce', V, Route(1, 2, 1, ()), HARDWARE['tpu7x'], 2)
     assert times == (0, 0, pytest.approx(2 * V / 2 / 5.4e11))
 
 
 def test_times_between_slices():
-    share = 2.5e10 / 8  # of one chip of v5e
+    share = 2.5e10 / 8  # per v5e chip
     alone = Route(4, 1, 1, ())
     assert collective_seconds('all-reduce', V, alone, V5E, 1).dcn == pytest.approx(2 * V * 3 / 4 / share)
     assert collective_seconds('all-gather', V, alone, V5E, 1).dcn == pytest.approx(V * 3 / 4 / share)
     assert collective_seconds('all-to-all', V, alone, V5E, 1).dcn == pytest.approx(V / 4 * 3 / 4 / share)
     assert collective_seconds('collective-permute', V, alone, V5E, 1).dcn == pytest.approx(V / 4 / share)
-    # Of a permute, only the chips at the edge of a slice may send.
+    # In a permute, possibly only the chips at the edge of a slice send.
     edge = collective_seconds('collective-permute', V, alone, V5E, 1, senders=1)
     assert edge.dcn == pytest.approx(V / 4 / 2.5e10)
-    # Four chips of each slice share what comes from outside, and exchange it among themselves.
+    # Four chips of each slice receive a share of the data each, and exchange it.
     together = collective_seconds('all-gather', V, Route(4, 4, 4, (line(0, 4),)), V5E, 1)
     assert together.dcn == pytest.approx(V * 3 / 4 / (4 * share))
     assert together.ici == pytest.approx(3 * (V / 4) / W)
-    # With two devices a chip, each has half of the chip's share.
+    # With two devices per chip, each has half of the chip's share.
     assert collective_seconds('all-gather', V, alone, V5E, 2).dcn == pytest.approx(2 * V * 3 / 4 / share)
 
 

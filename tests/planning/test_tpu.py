@@ -25,7 +25,7 @@ GIB = 2**30
 
 @functools.cache
 def helper(topology, *axes, **options):
-    """A helper over a topology: helper('v5e:2x4', ('fsdp', 4), ('tp', 2))."""
+    """Returns a helper for a topology: helper('v5e:2x4', ('fsdp', 4), ('tp', 2))."""
     names, dims = zip(*axes, strict=True)
     return MeshShardingHelper.from_topology(topology, dims, names, **options)
 
@@ -39,7 +39,7 @@ def array(*shape, dtype=jnp.bfloat16):
 
 
 def train_step(over, layers, width, tokens):
-    """A gradient step of a stack of two-layer blocks, FSDP and TP; its arguments."""
+    """Returns a gradient step of stacked two-layer blocks with FSDP and TP, and its arguments."""
 
     def layer(x, w):
         return jnp.tanh(x @ w['up']) @ w['down'], None
@@ -68,11 +68,11 @@ def quick(over, fun, *arguments):
     'over',
     [
         functools.partial(helper, 'v5e:2x4', ('fsdp', 2), ('tp', 4)),
-        # The compiler unrolls a part of the backward pass, of whose gathers none has a name.
+        # The compiler unrolls a part of the backward pass, whose gathers have no names.
         functools.partial(
             helper, 'v5e:2x4', ('data', 4), ('fsdp', 2), ('tp', 4), num_slices=4, dcn_axis_dims=(4, 1, 1)
         ),
-        # The compiler puts gathers into calls that have their names.
+        # The compiler moves gathers into calls, which get their names.
         functools.partial(helper, 'tpu7x:2x2x1', ('fsdp', 2), ('tp', 4)),
     ],
     ids=['one slice', 'four slices', 'tpu7x'],
@@ -98,7 +98,7 @@ def test_a_gather_is_that_of_its_pass(over):
 
 @functools.cache
 def block():
-    """Gathered weights, partial sums, and products that wait for both: in full."""
+    """Gathered weights, partial sums, and matmuls that wait for both, compared in full."""
     step, arguments = train_step(v5e(), 4, 256, 1024)
     return v5e().plan(step, *arguments)
 
@@ -124,7 +124,7 @@ def _with_arguments(step_and_arguments):
 
 
 def matmul():
-    """A step that is large, but soon compiled; its arguments."""
+    """Returns a step that is large, but compiles fast, and its arguments."""
 
     def gradient(w, x):
         return jax.grad(lambda w: jnp.square(x @ w).astype('float32').sum())(w)
@@ -150,7 +150,7 @@ def test_memory_is_the_compilers_own():
     plan = matmul_in_full()
     step, arguments = matmul()
     stats = step.lower(*arguments).compile().memory_analysis()
-    # Nothing is in the vector memory of a chip when most is held. A few scalars do not count there.
+    # At the peak, nothing is in the vector memory of a chip. A few scalars do not count there.
     assert plan.memory.peak == pytest.approx(stats.peak_memory_in_bytes, rel=1e-5)
     assert plan.memory.arguments == stats.argument_size_in_bytes
     assert plan.memory.donated == stats.alias_size_in_bytes
@@ -158,7 +158,7 @@ def test_memory_is_the_compilers_own():
     assert plan.memory.limit == HARDWARE['v5e'].hbm_bytes
     assert (plan.fits, plan.refusal) == (True, '')
     assert not plan.memory.estimated and not plan.quick
-    # Those of a program that fits are known too.
+    # They are also known for a program that fits.
     held = {row.array: str(row.source) for row in plan.buffers}
     assert held['bf16[65536,2048]'] == 'argument x'
     assert 0.99 < sum(row.bytes for row in plan.buffers) / plan.memory.peak <= 1
@@ -211,8 +211,8 @@ def test_a_plan_that_does_not_fit():
     assert plan.memory.donated == 2 * weight_bytes // 8
     assert f'required for HLO temporaries ({plan.memory.total / GIB:.2f}G)' in plan.refusal
     assert 0.99 * plan.memory.total < plan.memory.peak < plan.memory.total  # without gaps
-    # What is known before memory is laid out is known all the same.
-    assert plan.flops == 7 * 2 * 48 * 32768 * 16384 * 65536  # 2 forward, 4 backward, 1 again
+    # Results that do not depend on the memory layout are available anyway.
+    assert plan.flops == 7 * 2 * 48 * 32768 * 16384 * 65536  # 2 forward, 4 backward, 1 recomputed
     assert rows(plan) == rows(quick(v5e(), *_with_arguments(train_step(v5e(), 48, 16384, 32768))))
     assert 'weight params/up for dot_general' in {row.reason for row in plan.collectives}
     assert [(row.path, row.spec, row.bytes_per_device) for row in plan.inputs.rows] == [
@@ -234,7 +234,7 @@ def test_the_largest_buffers_have_names():
     assert named["argument params['down']"] == 'bf16[48,32768,4096]'
     others = [row.source for row in buffers if not row.source.operand]
     assert {source.file for source in others} == {__file__}
-    # They are all that is held, but for what is too small to be shown.
+    # They are all live arrays, except the ones too small to be listed.
     assert 0.99 < sum(row.bytes for row in buffers) / refused().memory.peak <= 1
 
 
@@ -246,7 +246,7 @@ def test_text_of_memory_and_bottleneck():
     assert lines[6] == f'live at the peak: {peak}, 99 % with a known source:'
     assert lines[9].startswith('12.0 GiB  bf16[48,')
     assert any(line.startswith('one call on 8 devices of v5e: ') for line in lines)
-    # Of two products a layer, forward and twice back, one is computed again: 6 of 7 are the model's.
+    # Two matmuls per layer, one pass forward and two backward, and one recomputed: 6 of 7 are the model's.
     [bound] = [line for line in lines if line.startswith('bound by ')]
     assert (
         bound == f'bound by compute; MFU at most 85.2%: the model needs {human_flops(refused().model_flops)}'
@@ -348,9 +348,9 @@ def test_slices_talk_over_the_data_centres_network():
     ids=['one chip sends', 'all chips send'],
 )
 def test_a_permute_between_slices_is_one(axes, senders):
-    """One of 24 rounds: inside slices and between them at the same time, each network charged once.
+    """One of 24 iterations: both networks are used at the same time, and each is charged once.
 
-    The chips of one v5e:2x4 are those of one host, and share its network.
+    The chips of a v5e:2x4 belong to one host, and share its network.
     """
     names = [name for name, _ in axes]
     over = helper('v5e:2x4', *axes, num_slices=2, dcn_axis_dims=(2, 1)[: len(axes)])
@@ -365,7 +365,7 @@ def test_a_permute_between_slices_is_one(axes, senders):
     assert plan.count('collective-permute') == 24
     [row] = plan.collectives
     parts = plan.roofline().parts
-    chip_bytes = 4 * 2**18  # the bytes that each chip sends in a round
+    chip_bytes = 4 * 2**18  # the bytes that each chip sends per iteration
     assert parts['dcn:x'] == pytest.approx(24 * senders * chip_bytes / HARDWARE['v5e'].dcn_bytes_per_second)
     if senders == 1:
         assert row.networks == ('ici', 'dcn')
@@ -382,7 +382,7 @@ def test_a_line_of_the_table_of_llama():
     case = plan_llama.Case('small', small, 'v5e:2x2', {'fsdp': -1, 'tp': 2})
     plan = plan_llama.plan_case(case, quick=True)
     assert (plan.mesh, plan.fits, plan.quick) == ({'fsdp': 2, 'tp': 2}, True, True)
-    # Layers are computed once more on the way back (8 for 6), attention also with the half that is masked.
+    # Layers are recomputed in the backward pass (8 for 6), and attention includes the masked half.
     assert 1 < plan.flops / plan.model_flops < 2 * 8 / 6
     cells = plan_llama.line(case, plan, 1).split(' | ')
     assert cells[:3] == ['| small', 'v5e:2x2', 'fsdp=2 tp=2']
@@ -397,7 +397,7 @@ def test_every_kind_of_chip_has_seconds(name, devices, per_chip):
     roofline = plan.roofline()
     assert (plan.devices, plan.memory.limit) == (devices, HARDWARE[name].hbm_bytes)
     assert roofline.peak == devices / per_chip * HARDWARE[name].flops_per_second
-    # A cube is closed: https://jax-ml.github.io/scaling-book/tpus, "TPU Networking".
+    # A cube has wraparound links: https://jax-ml.github.io/scaling-book/tpus, "TPU Networking".
     segments = {segment for row in roofline.communication for segment in row.segments}
     assert segments and all(segment.ring for segment in segments)
 
@@ -431,7 +431,7 @@ def test_steps_without_shardings_are_refused(wrapped, hurried, snapshot):
 
 @pytest.mark.medium
 def test_flags_of_the_environment_are_shown(monkeypatch):
-    mine = '--xla_tpu_enable_async_all_to_all=true'  # read when the compiler starts, and too late here
+    mine = '--xla_tpu_enable_async_all_to_all=true'  # read when the compiler starts, so it has no effect here
     monkeypatch.setenv('LIBTPU_INIT_ARGS', f'{mine} --xla_tpu_use_enhanced_launch_barrier=true')
     helper = MeshShardingHelper.from_topology('v5e:2x2', [4], ['x'])
     step = helper.sjit(lambda x: x * 2, in_shardings=P('x'), out_shardings=P('x'))

@@ -20,11 +20,11 @@ from tests.support.leaves import leaf
 EXACT, AT_LEAST, AT_MOST, ABOUT = Exactness
 X = leaf(4, 4)
 TABLE = np.arange(1, 101)
-ONE = 2 * 4**3  # operations of the product of a round
+ONE = 2 * 4**3  # FLOPs of an iteration's matmul
 
 
 def loop(test, step, *first, dtype=None):
-    """A loop over integers and a matrix, with a product in each round."""
+    """A loop over integers and a matrix, with a matmul in each iteration."""
 
     def fun(x):
         start = [number if dtype is None else dtype(number) for number in first]
@@ -50,7 +50,7 @@ def beside_a_key(key, number):
     return jax.random.split(key), number + 2
 
 
-# name -> (function, rounds, exactness of the count)
+# name -> (function, trip count, exactness)
 LOOPS = {
     'less': (while_(lambda i: i < 9, lambda i: i + 2, 1), 4, EXACT),
     'less or equal': (while_(lambda i: i <= 7, lambda i: i + 2, 1), 4, EXACT),
@@ -161,11 +161,11 @@ def test_trip_counts_of_loops(fun, rounds, exactness):
     assert count_flops(traced.jaxpr) == expected
     program = device_cost_of(parse(traced.lower().compiler_ir(dialect='hlo').as_hlo_text()))
     assert (program.flops, program.exactness) == (expected.count, expected.exactness)
-    assert time.process_time() - began < 30  # not for ever; a busy machine takes longer
+    assert time.process_time() - began < 30  # it ends; a busy machine takes longer
 
 
 def as_optimized(text):
-    """The program with ``%state#1`` for elements of tuples, as compilers for TPUs print it."""
+    """Returns the program with ``%state#1`` for tuple elements, as the TPU compiler prints it."""
     element = re.compile(r'^ +(\S+) = \S+ get-tuple-element\(([^)]+)\), index=(\d+).*\n', re.MULTILINE)
     computations = text.split('\n\n')
     for number, computation in enumerate(computations):
@@ -194,7 +194,7 @@ def test_a_loop_of_an_equation_alone():
 @pytest.mark.medium
 @pytest.mark.parametrize('start', [0, 5])
 def test_many_iterations(start):
-    """Scans of any length are solved; other loops are run for up to 10,000 rounds."""
+    """Scans of any length are solved; other loops are run for up to 10,000 iterations."""
     traced = jax.jit(while_(lambda i: i < 10**9, lambda i: i + 4, start)).trace(X)
     assert count_flops(traced.jaxpr) == Flops(ONE, AT_LEAST)
     text = traced.lower().compiler_ir(dialect='hlo').as_hlo_text()
@@ -249,7 +249,7 @@ def one_of(*functions):
     return lambda x: jax.lax.switch(x[0, 0].astype(int), functions, x)
 
 
-# name -> (function, products, exactness of the count)
+# name -> (function, matmuls, exactness)
 BRANCHES = {
     'different ones': (switch(1, 4, 2), 4, AT_MOST),
     'equal ones': (switch(3, 3), 3, EXACT),
@@ -269,7 +269,7 @@ BRANCHES = {
 def test_the_largest_branch_counts(fun, count, exactness):
     traced = jax.jit(fun).trace(X)
     assert count_flops(traced.jaxpr) == Flops(count * ONE, exactness)
-    # A product of a matrix of 4 x 4 with itself, in float32, reads it and writes one.
+    # A float32 4 x 4 matrix times itself: one matrix is read, and one written.
     work = device_cost_of(parse(traced.lower().compiler_ir(dialect='hlo').as_hlo_text()))
     assert dataclasses.replace(work, by_scope=()) == DeviceCost(
         count * ONE,
@@ -281,7 +281,7 @@ def test_the_largest_branch_counts(fun, count, exactness):
 
 
 def test_each_measure_has_its_largest_branch():
-    """The product of large matrices has the most FLOPs; the products of small ones have the most bytes."""
+    """The matmul of large matrices has the most FLOPs; the matmuls of small ones have the most bytes."""
 
     def large(x):
         return x @ x
@@ -317,8 +317,8 @@ def test_without_a_measure_all_branches_come():
 
 # --- Optimized programs ---------------------------------------------------------------------------
 
-# As the compiler for TPUs writes two products at once: a window of two over a kernel of two, of which each
-# output meets one. And a kernel.
+# The TPU compiler's form of two matmuls: a window of two over a kernel of two, where each output uses one
+# position. And a kernel.
 OPTIMIZED = """HloModule jit_f, num_partitions=8
 
 %products (a: bf16[16,32], b: bf16[32,2,8]) -> bf16[16,2,8] {
@@ -357,7 +357,7 @@ def test_matmuls_of_an_optimized_program():
         'forward': 2 * (16 * 32 + 32 * 16 + 16 * 16),
         'backward': 2 * 4 * (16 * 8 + 8 * 16 + 16 * 16),
     }
-    # A fusion has the name of something else that is in it.
+    # A fusion has the name of another operation inside it.
     parts = {'forward': two, 'backward': heads}
     scopes = (ScopeCost('', 'backward', heads, 0), ScopeCost('', 'forward', two, 0))
     work = device_cost_of(parse(OPTIMIZED))
@@ -375,7 +375,7 @@ def test_library_calls_are_kernels(target):
 
 
 def test_calls_from_the_compiler_contain_full_names():
-    """The compiler for tpu7x puts an all-gather into a call; both have the name of the operation."""
+    """The compiler for tpu7x moves an all-gather into a call; both have the name of the operation."""
     name = 'jit(f)/jvp()/squeeze'
     groups = 'channel_id=8, replica_groups={{0,1}}, dimensions={0}'
     text = f"""HloModule m, is_scheduled=true, num_partitions=2
@@ -395,7 +395,7 @@ ENTRY %main (a: f32[4]) -> f32[8] {{
 
 
 def fused(name, channel, *, begins=False, ends=False):
-    """A fusion that begins an all-gather, goes on with it beside other things, or waits for its end."""
+    """A fusion that starts an all-gather, continues it beside other work, or waits for its end."""
     gather = f'all-gather(%i), channel_id={channel}, replica_groups=[1,8]<=[8], dimensions={{0}}'
     if begins:
         return f"""
@@ -452,7 +452,7 @@ ENTRY %main (x: f32[256]) -> f32[2048] {{
 
 
 def test_a_collective_beside_a_loop_counts_once():
-    """For TPUs an all-gather may last for all rounds of a loop, each of which has a clone of it."""
+    """On TPUs an all-gather may last for all iterations of a loop, each of which has a clone of it."""
     channels = [
         (instance.channel, instance.parent.count) for instance in collective_instances(parse(BESIDE_A_LOOP))
     ]

@@ -1,4 +1,4 @@
-"""`scalax.plan.autoshard`: what it finds, what it keeps, how it ends."""
+"""`scalax.plan.autoshard`: its results, the leaves that it keeps, and how it ends."""
 
 import functools
 import json
@@ -21,8 +21,8 @@ from scalax.sharding import MeshShardingHelper, TreePathShardingRule
 from scalax.sharding import PartitionSpec as P
 from tests.support import tpu_compiler
 
-# What it looks at is the same on all releases of JAX.
-# In which the state has no room as a whole.
+# The trials are the same on all releases of JAX.
+# The replicated state does not fit in it.
 MEMORY = 2_000_000
 OPTIMIZER = optax.sgd(1e-2, momentum=0.9)
 
@@ -67,7 +67,7 @@ def product(params, x):
 
 
 def simple(rows=64):
-    """The arguments of `product`."""
+    """Returns the arguments of `product`."""
     return {'w': jax.ShapeDtypeStruct((64, 256), 'float32')}, jax.ShapeDtypeStruct((rows, 64), 'float32')
 
 
@@ -184,13 +184,13 @@ def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
     first = autoshard(product, simple(), **options(file=file))
     lines = file.read_text().splitlines()
     assert len(lines) == first.num_trials
-    edited = lines[-1].replace('"overlapped_seconds"', '"least"')  # as by hand; the line after it counts
-    # As if the machine went down while it wrote the last line.
+    edited = lines[-1].replace('"overlapped_seconds"', '"least"')  # the following line is valid
+    # As if the machine crashed while it wrote the last line.
     file.write_text('\n'.join([*lines[:-1], '{}', 'null', '[1]', edited, lines[-1], lines[0][:40]]) + '\n')
     attempts, attempt = [], trial.run_trial
     monkeypatch.setattr(trial, 'run_trial', lambda *args: (attempts.append(args), attempt(*args))[1])
     few = autoshard(product, simple(), **options(file=file, sizes={'tp': 8}, budget_s=1e-6))
-    assert (few.mesh, few.num_trials) == ({'fsdp': 1, 'tp': 8}, 1)  # those of other meshes do not count
+    assert (few.mesh, few.num_trials) == ({'fsdp': 1, 'tp': 8}, 1)  # trials of other meshes do not count
     attempts.clear()
     again = autoshard(product, simple(), **options(file=file))
     assert attempts == [] and (again.rule, again.num_trials) == (first.rule, first.num_trials)
@@ -471,18 +471,20 @@ def block_gradient(params, x):
 
 
 def block(width, hidden, rows):
-    """The arguments of `block_gradient`."""
+    """Returns the arguments of `block_gradient`."""
     up, down = (jax.ShapeDtypeStruct(shape, 'bfloat16') for shape in ((width, hidden), (hidden, width)))
     return {'up': up, 'down': down}, jax.ShapeDtypeStruct((rows, width), 'bfloat16')
 
 
 def test_errors_are_no_outcomes(monkeypatch):
-    """Only what the compiler refuses has no program: a mistake in scalax is not a layout that has lost."""
+    """Only programs that the compiler rejects are outcomes; a bug in scalax is not a rejected layout."""
     monkeypatch.setattr(Problem, 'batch_spec_of', lambda *_: {}['a mistake'])
     with pytest.raises(KeyError, match='a mistake') as raised:
         autoshard(product, simple(), **options())
     assert raised.value.__notes__ == ["This was raised by the candidate fsdp=8, batch P('fsdp')."]
-    assert {'run_trial', 'plan', '<lambda>'} <= {entry.name for entry in raised.traceback}  # where it is
+    assert {'run_trial', 'plan', '<lambda>'} <= {
+        entry.name for entry in raised.traceback
+    }  # names the location
 
 
 def test_equal_layouts_with_less_memory_are_better():
@@ -495,7 +497,7 @@ def test_equal_layouts_with_less_memory_are_better():
 @pytest.mark.medium
 @tpu_compiler.needed
 def test_a_vocabulary_that_does_not_divide_is_sharded_by_its_width():
-    """It is gathered for its rows, and its gradient is scattered; scores of all words are not added up."""
+    """The table is gathered, and its gradient is reduce-scattered; logits are not all-reduced."""
 
     def step(params, tokens):
         def loss(params):
@@ -530,7 +532,7 @@ def test_what_does_not_fit_says_so():
 @pytest.mark.slow
 @tpu_compiler.needed
 def test_tensor_parallelism_comes_out_where_rows_are_few():
-    """To gather the weights would take longer than to move 32 rows: columns of one are rows of the other."""
+    """Gathering weights takes longer than moving 32 rows: one weight is column-, the other row-parallel."""
     args = block(4096, 16384, 32)
     result = autoshard(block_gradient, args, 'v5e:2x4', **options(sizes={'tp': [1, 8]}))
     specs = result.rule.apply(args[0])

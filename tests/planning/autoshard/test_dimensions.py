@@ -1,4 +1,4 @@
-"""`scalax._planning.autoshard.dim_uses`: which dimensions of a step's arguments are the same."""
+"""`scalax._planning.autoshard.dim_uses`: which dimensions of a step's arguments are equivalent."""
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,9 @@ from scalax._planning.autoshard.dim_uses import analyze_dim_uses
 
 
 def named_dim_uses(function, weights, x):
-    """The classes of dimensions, layer dimensions, weights and expert dimensions, by names.
+    """Returns the classes of dimensions, layer dimensions, weights and expert dimensions, by names.
 
-    A dimension's name is its weight's and its number, as in ``'up.1'``.
+    A dimension's name is its weight's name and its index, as in ``'up.1'``.
     """
     names = [path_string(path) for path, _ in jax.tree_util.tree_flatten_with_path(weights)[0]]
     result = analyze_dim_uses(jax.make_jaxpr(function)(weights, x), {i: i for i, _ in enumerate(names)})

@@ -1,4 +1,4 @@
-"""`scalax._planning.autoshard.leaf_groups`: which leaves are sharded alike."""
+"""`scalax._planning.autoshard.leaf_groups`: which leaves have the same sharding."""
 
 import jax
 import jax.numpy as jnp

@@ -29,7 +29,7 @@ COLUMN, ROW, VECTOR = P('fsdp', 'tp'), P('tp', 'fsdp'), P('tp')
 
 
 def matched_value(path: str, pairs: Sequence[tuple[Any, Any]]) -> Any:
-    """The value of the first pair whose regex matches a part of the path."""
+    """Returns the value of the first pair whose regex matches a part of the path."""
     return next((value for regex, value in pairs if re.search(regex, path)), 'no pair')
 
 
@@ -43,7 +43,7 @@ def assert_resolves(rule: TreePathShardingRule, leaves: Leaves) -> None:
 
 
 def rows(leaves: Leaves) -> list[tuple[Any, Any]]:
-    """The rows, after a check that they are right."""
+    """Returns the rows, after a check that they give each leaf its spec."""
     rule = readable_rule(leaves)
     assert_resolves(rule, leaves)
     assert (
@@ -61,7 +61,7 @@ def made_by(code: str) -> TreePathShardingRule:
 
 
 def state(params: Leaves, **moments: P) -> Leaves:
-    """Params and a state of AdamW, whose *moments*, if given, have one spec each."""
+    """Returns params and a state of AdamW; the moments have the spec *moments*, if passed."""
     result = {f'0/{path}': leaf for path, leaf in params.items()} | {'1/0/count': ((), P())}
     for name in ('mu', 'nu'):
         result |= {f'1/0/{name}/{path}': (s, moments.get(name, spec)) for path, (s, spec) in params.items()}
@@ -69,7 +69,7 @@ def state(params: Leaves, **moments: P) -> Leaves:
 
 
 def decoder(layers: int, first: int = 0) -> Leaves:
-    """A decoder; the *first* layers have one MLP, all others have experts."""
+    """A decoder; the *first* layers have an MLP, all others have experts."""
     leaves = {'embed/embedding': ((64, 8), ROW)}
     for layer in range(layers):
         at = f'layers/{layer}'
@@ -319,7 +319,7 @@ def test_any_keys_resolve_as_asked(leaves: Leaves) -> None:
 @examples(100)
 @hypothesis.given(trees(NAMES))
 def test_keys_are_whole(leaves: Leaves) -> None:
-    """A path whose last key only contains the last key of a leaf matches no regex for ends."""
+    """A regex for the last key of a path does not match a longer key that contains it."""
     *result, (_, default) = rows(leaves)
     ends = [(regex, spec) for regex, spec in result if not regex.endswith('/')]
     for path in leaves:
@@ -351,12 +351,12 @@ def test_rules_are_about_as_short_as_those_by_hand(model: Any) -> None:
     specs = jax.tree.leaves(model.columns_and_rows.apply(tree), is_leaf=lambda leaf: isinstance(leaf, P))
     named = NamedTree.of(tree)
     result = rows(dict(zip(named.paths, zip(named.shapes, specs, strict=True), strict=True)))
-    if 'LLaMA' in model.name:  # the catalogue's, for many models
+    if 'LLaMA' in model.name:  # the catalogue's rows, which cover many models
         assert len(result) <= 5
     else:
         by_hand = model.columns_and_rows.rules
         assert len(result) <= len(by_hand)
-        # Those by hand stand for parts of keys; these are anchored, and name the `value` of nnx.
+        # Hand-written rows match parts of keys; these are anchored, and include the `value` of nnx.
         allowed = sum(len(regex) + len('(^|/)()/value$') for regex, _ in by_hand)
         assert sum(len(regex) for regex, _ in result) <= allowed
 
@@ -367,7 +367,7 @@ def test_large_trees_take_little_time() -> None:
     assert len(leaves) > 5000
     start = time.process_time()
     readable_rule(leaves)
-    assert time.process_time() - start < 5  # of which it takes a tenth
+    assert time.process_time() - start < 5  # it takes a tenth of that
 
 
 # --- As code -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The rules that are found for the models of the table "unchanged code" compute what one device does."""
+"""Auto-sharding of the models of benchmarks/unchanged: its programs match one device."""
 
 import math
 from typing import Any
@@ -12,11 +12,11 @@ from scalax.plan import AutoShardingResult, autoshard
 from tests.benchmarks.test_unchanged_models import MODELS, Model, arguments, ten_losses
 
 OPTIMIZER = optax.adamw(1e-3)
-SEARCHED = [name for name in MODELS if 'Pallas' not in name]  # a kernel that nothing divides is refused
+SEARCHED = [name for name in MODELS if 'Pallas' not in name]  # an unpartitioned kernel is rejected
 
 
 def found_losses(model: Model) -> tuple[AutoShardingResult, list[float]]:
-    """What is found, with memory for half of the state, and the losses of ten steps of its program."""
+    """Returns the result with memory for half of the state, and the losses of ten steps of its program."""
     params, batch, key = arguments(model)
 
     def step(state: Any, batch: Any, key: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What docs/auto_sharding.md shows of a found rule is what is found."""
+"""docs/auto_sharding.md shows the current result of auto-sharding."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""`autoshard` with pipelines: where layers become stages over slices, and where they do not."""
+"""`autoshard` with pipelines: when layers become stages over slices, and when they do not."""
 
 import dataclasses
 import html
@@ -72,7 +72,7 @@ def test_over_a_slow_network_layers_are_stages(result):
     assert result.pipeline is not None and result.pipeline.axis == 'data'
     state, _ = arguments()
     params, opt_state = result.rule.apply(state)
-    # All that the loop runs over, the small ones and their statistics too; the head serves no layer.
+    # All stacked arrays, including small ones and their statistics; the head belongs to no layer.
     layers = [*params['layers'].values(), *opt_state[0].trace['layers'].values()]
     assert len(layers) == 6 and all(spec[0] == 'data' for spec in layers)
     assert 'data' not in params['head']

@@ -1,4 +1,4 @@
-"""A search as a page: its words, its table that sorts, and the plan of each a click away."""
+"""A search as a page: its text, its sortable table, and the plan of each mesh."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ HOSTILE = '</script><img src=x onerror=alert(1)>\u202e"\'&' + 'w' * 300
 
 @functools.cache
 def plan(fsdp, tp, peak=4, names=('fsdp', 'tp')):
-    """A plan of this machine's compiler, as if it were for eight chips of v5e."""
+    """A plan of the CPU compiler, with the devices of eight v5e chips."""
     helper = MeshShardingHelper([fsdp, tp], names)
     step = helper.sjit(
         lambda w, x: (x @ w).sum(0), in_shardings=(P(*names), P(names[0])), out_shardings=P(names[1])
@@ -70,7 +70,7 @@ def search():
 
 def hostile():
     sizes = {HOSTILE: 4, 'tp': 2}
-    hostile_plan = plan(4, 2, names=('<img src=x>', 'tp'))  # a name with quotes is none that XLA reads
+    hostile_plan = plan(4, 2, names=('<img src=x>', 'tp'))  # XLA cannot read a name with quotes
     best = Candidate(sizes, dataclasses.replace(hostile_plan, name=HOSTILE))
     return SearchResult((best, Candidate(sizes, reason=HOSTILE)), HOSTILE)
 
@@ -81,7 +81,7 @@ def written(result, folder, **options):
 
 
 def columns(text):
-    """The cells of the table of meshes by their heads: those of the best first."""
+    """Returns the columns of the table of meshes by their headings."""
     root = ET.fromstring(text)
     table = next(element for element in root.iter() if element.get('class') == 'sortable')
     heads = [''.join(element.itertext()) for element in table.iter('th')]
@@ -191,9 +191,9 @@ def test_the_table_sorts(browser, tmp_path):
     assert ranks(root) == [1, 2, 3, 4, 5, 6]
     peaks = {1: search().candidates[0].plan.memory.peak, 2: search().candidates[1].plan.memory.peak}
     first, second = sorted(peaks, key=peaks.get, reverse=True)
-    assert sorted_by(root, 'memory') == [5, 4, 3, first, second, 6]  # what has none stays last
+    assert sorted_by(root, 'memory') == [5, 4, 3, first, second, 6]  # meshes without a value stay last
     assert sorted_by(root, 'memory') == [second, first, 3, 4, 5, 6]
-    assert sorted_by(root, 'at least')[0] in (1, 2, 3)  # those with a plan
+    assert sorted_by(root, 'at least')[0] in (1, 2, 3)  # the meshes with a plan
     assert sorted_by(root, 'outcome')[0] == 2  # '10% slower ...'
     assert sorted_by(root, 'rank') == [6, 5, 4, 3, 2, 1]
     assert browser.complaints() == []

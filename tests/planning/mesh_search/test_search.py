@@ -1,4 +1,4 @@
-"""`scalax.plan.search`: which meshes are looked at, what becomes of each, and who wins."""
+"""`scalax.plan.search`: the meshes that it tries, their outcomes, and the best one."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ UP = TreePathShardingRule(('up', P('fsdp', 'tp')), ('down', P('tp', 'fsdp')))
 
 
 def make_step(helper, rules=UP, width=1024, tokens=16384):
-    """A gradient step of one block; its arguments."""
+    """Returns a gradient step of one block, and its arguments."""
 
     def loss(params, x):
         return jnp.square(jnp.tanh(x @ params['up']) @ params['down']).astype('float32').mean()
@@ -149,7 +149,7 @@ def test_all_meshes_are_planned_and_the_best_in_full(result):
     assert (result.interrupted, result.fits, result.candidates[0].reason) == (False, True, '')
     means = [sum(candidate.plan.roofline().step_seconds) / 2 for candidate in result.candidates]
     assert means[0] == min(means) and means[1:] == sorted(means[1:])
-    # Both axes at work: neither gathers of whole weights nor sums of all tokens take long.
+    # With both axes, neither the gathers of full weights nor the sums over all tokens take long.
     assert result.best.mesh == {'fsdp': 2, 'tp': 4}
     assert all(candidate.reason.endswith('% slower') for candidate in result.candidates[1:])
     [alone] = [candidate for candidate in result.candidates if candidate.mesh['tp'] == 8]
@@ -265,7 +265,7 @@ def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
     options = {'file': file, 'full': 1}
     stopped = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
     assert stopped.interrupted and len(stopped.candidates) == 2 == len(file.read_text().splitlines())
-    with file.open('a') as out:  # as if it was killed while it wrote
+    with file.open('a') as out:  # as if it was killed while writing
         out.write(file.read_text()[:1000])
     stop_at = None
     result = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
@@ -274,7 +274,7 @@ def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
     assert str(result).startswith('3 meshes on v5e:2x2: 1 planned quickly, 1 in full, 2 read from the file\n')
     again = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
     assert (len(asked), again.num_cached_plans) == (4, 4) and again.candidates == result.candidates
-    # Another step, or other options of the compiler, are not in the file.
+    # The file has no plans of another step, or with other compiler options.
     only = {'constraints': {'tp': 1}, 'full': 0, 'file': file}
     search(lambda helper: make_step(helper, tokens=8192), 'v5e:2x2', ['fsdp', 'tp'], **only)
     assert len(asked) == 5
@@ -297,7 +297,7 @@ def test_damaged_plans_are_made_again(tmp_path):
 @tpu_compiler.needed
 @pytest.mark.parametrize('mistake', [PlanError('a form that is not known'), KeyError('a mistake')])
 def test_other_errors_are_no_outcomes(monkeypatch, mistake):
-    """They would look as if the candidate had lost, on every mesh."""
+    """Otherwise every mesh would appear to be rejected."""
 
     def failing(step, *, quick):
         raise mistake
@@ -317,7 +317,7 @@ def test_other_errors_are_no_outcomes(monkeypatch, mistake):
 
 
 def _with_memory(monkeypatch, **shares):
-    """Plans that take these shares of the limit: 'quick', 'full'. Which were asked for, in order."""
+    """Plans with these fractions of the limit: 'quick', 'full'. Returns the requested plans in order."""
     plan, asked = module.plan_lowered, []
 
     def near(step, *, quick):
@@ -340,7 +340,7 @@ def _with_memory(monkeypatch, **shares):
 @pytest.mark.parametrize('full', [None, 1])
 @pytest.mark.parametrize('quick', [0.95, 1.05])
 def test_near_the_limit_a_full_plan_decides(monkeypatch, quick, full):
-    """A quick plan is not quite right: it may not say of what is near to the limit whether it fits."""
+    """A quick plan is not accurate enough to decide whether a step near the limit fits."""
     asked = _with_memory(monkeypatch, quick=quick, full=0.9)
     result = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': 2}, full=full)
     assert asked == [(2, 2, True), (2, 2, False)]
@@ -404,7 +404,7 @@ def test_what_cannot_fit_is_not_compiled(monkeypatch):
 
 @tpu_compiler.needed
 def test_what_reads_little_of_its_arguments_is_planned():
-    """A row of a table that is replicated: all of it would take longer to read than the best mesh takes."""
+    """It reads one row of a replicated table: reading all of it would take longer than the best mesh."""
 
     def look_up(helper):
         rules = P(None, 'tp') if helper.mesh.shape['tp'] > 1 else P()

@@ -1,4 +1,4 @@
-"""`search` with pipelines: which are tried, why they lose, and where they win."""
+"""`search` with pipelines: which are tried, why they are not chosen, and when they are the best."""
 
 import dataclasses
 import json
@@ -18,12 +18,12 @@ from tests.support import gpu_compiler, tpu_compiler
 
 AXES = ['stage', 'data', 'fsdp']
 PARTS = [Pipeline('stage', num_microbatches=parts) for parts in (2, 4, 5)]
-# Of a host, to others: of an eighth of a card of 1 Gb/s.
+# Bytes per second between hosts: an eighth of a card of 1 Gb/s.
 SLOW = dataclasses.replace(HARDWARE['v5e'], dcn_bytes_per_second=1e8)
 
 
 def make_step(helper, pipeline=None, layers=4, rows=64, mixed=False):
-    """A gradient step of stacked layers; its arguments."""
+    """Returns a gradient step of stacked layers, and its arguments."""
 
     def layer(x, weights):
         y = jnp.tanh(x @ weights['up']) @ weights['down']
@@ -138,7 +138,7 @@ def llama(tokens):
 
 
 def means(result):
-    """The seconds that a search makes small: without a pipeline, and with one."""
+    """Returns the objective of a search: without a pipeline, and with one."""
     seconds = {
         bool(candidate.pipeline): objective_seconds(candidate.plan.roofline().step_seconds)
         for candidate in result.candidates
@@ -172,7 +172,7 @@ def test_8b_on_tpus(topology, slices, tokens, least, most):
 @gpu_compiler.needed
 @pytest.mark.parametrize(('cards', 'least', 'most'), [(0.5, 3, 4), (8, 0.8, 1)])
 def test_8b_on_nodes_of_gpus(cards, least, most):
-    """One card of 200 Gb/s a node, and eight of 400 Gb/s."""
+    """Nodes with one card of 200 Gb/s, and with eight cards of 400 Gb/s."""
     result = search(
         llama(1024),
         'h100:4x8',
