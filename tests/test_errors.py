@@ -250,7 +250,7 @@ def test_invalid_rules(make, message):
     assert str(error.value) == message
 
 
-def test_one_cause_in_many_layers_is_said_once(snapshot):
+def test_one_cause_in_many_layers_is_reported_once(snapshot):
     def layer():
         return {'q': np.zeros((6, 4)), 'k': np.zeros((6, 4)), 'bias': np.zeros(8)}
 
@@ -339,7 +339,7 @@ def test_did_you_mean(word, names, text):
     assert did_you_mean(word, names) == text
 
 
-def test_long_rules_are_said_in_short_and_kept_whole(snapshot):
+def test_long_rules_are_abbreviated_in_text_only(snapshot):
     regex = '|'.join(f'layer_{i}/kernel' for i in range(40))
     with pytest.raises(ShardingError) as error:
         HELPER.match_sharding_rule(TreePathShardingRule((regex, P('fsdp'))), {'layer_7': {'kernel': leaf(3)}})

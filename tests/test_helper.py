@@ -106,7 +106,7 @@ def test_flags_have_to_be_booleans(call, flag):
         call(flag)
 
 
-def test_flags_may_be_those_of_numpy():
+def test_flags_may_be_numpy_booleans():
     rule = TreePathShardingRule(('x', P()), strict=np.bool_(False))
     assert (rule.strict, type(rule.strict)) == (False, bool)
 

@@ -139,7 +139,7 @@ print(*sorted(set({OPTIONAL}) & set(sys.modules)))
 
 
 @pytest.mark.medium
-def test_reports_plans_and_searches_are_loaded_when_asked_for() -> None:
+def test_reports_plans_and_searches_are_imported_lazily() -> None:
     code = """
 import sys
 import scalax.sharding

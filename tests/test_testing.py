@@ -87,7 +87,7 @@ def test_collectives_on_one_device_fail():
         testing.assert_collectives(fun, X, all_reduce=count)
 
 
-def test_no_recompile_of_what_has_no_programs():
+def test_no_recompile_of_functions_without_programs():
     with pytest.raises(ArgumentError) as error, testing.assert_no_recompile(len):
         pass
     assert str(error.value) == (

@@ -145,7 +145,7 @@ def test_one_function_outside_and_inside_of_jit(kind, compiled):
 
 
 @pytest.mark.parametrize('compiled', [False, True])
-def test_the_mesh_may_be_that_of_jax_or_given(helper, compiled):
+def test_the_mesh_may_be_active_or_passed(helper, compiled):
     def sharded(x, **mesh):
         return shard(x, 'batch mlp', MAPPING, **mesh)
 
@@ -398,7 +398,7 @@ def test_haliax_takes_the_same_axes(helper, axes):
 
 
 @pytest.mark.parametrize('wrong', [{'w': 'embed mlp'}, {3: 8}], ids=str)
-def test_other_dicts_name_no_dimensions(helper, wrong):
+def test_plain_dicts_name_no_dimensions(helper, wrong):
     text = (
         "dimensions are named by a string such as 'batch embed', by haliax axes, by a sequence of these, or "
         f'by a dict of names and sizes, got {wrong!r}'

@@ -81,7 +81,7 @@ def test_haliax_partitions_the_same_program_the_same_way(helper):
         block = named_jit(Block.init, PARAMS)(jax.random.key(0))
         ours = fsdp(train_step, PARAMS, COMPUTE)(block, hax.ones((BATCH, EMBED)))
     with jax.set_mesh(helper.mesh), warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # haliax still asks for names that JAX is about to drop
+        warnings.simplefilter('ignore')  # haliax still uses names that JAX will remove
         haliax_block = hax.named_jit(Block.init, PARAMS)(jax.random.key(0))
         step = hax.fsdp(lambda block, x: train_step(block, hax.shard(x, COMPUTE)), PARAMS, COMPUTE)
         haliax_block = step(
@@ -110,7 +110,7 @@ def noisy(w):
     [
         {'batch': 'data', 'embed': 'tp', 'pod': 'x'},
         {'batch': ('tp', 'data')},
-        {'batch': 'data', 'mlp': 'data', 'embed': 'tp', 'heads': 'tp'},  # but no array has two of either
+        {'batch': 'data', 'mlp': 'data', 'embed': 'tp', 'heads': 'tp'},  # but no array has both
     ],
     ids=str,
 )
@@ -143,7 +143,7 @@ def test_the_shapes_that_haliax_derives_follow_the_mapping(helper):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('types', [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
-def test_what_haliax_cannot_shard_is_left_alone(types):
+def test_arrays_that_haliax_cannot_shard_are_unchanged(types):
     """A mapping that uses a mesh axis twice in an array, and Explicit axes."""
     helper = MeshShardingHelper([4, 2], ['data', 'tp'], axis_types=types)
     mapping = {'batch': 'data', 'embed': 'data' if types == jax.sharding.AxisType.Auto else 'tp'}

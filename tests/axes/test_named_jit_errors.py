@@ -129,7 +129,7 @@ def test_donated_keywords_are_arguments_of_the_function():
     text = "donate_kwargs of step: there is no argument 'stat' (did you mean 'state'?)"
     with pytest.raises(ArgumentError, match=exactly(text)):
         named_jit(step, donate_kwargs={'x': True, 'stat': True})
-    named_jit(lambda **keywords: keywords, donate_kwargs={'stat': True})  # takes any name
+    named_jit(lambda **keywords: keywords, donate_kwargs={'stat': True})  # accepts any name
 
 
 def test_donated_keywords_are_arguments_of_the_method():

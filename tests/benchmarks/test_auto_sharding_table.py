@@ -1,4 +1,4 @@
-"""Tests of the table that compares found sharding rules with known ones: its lines and its error messages."""
+"""Tests of the table that compares auto-sharding with expert rules: its lines and its error messages."""
 
 import types
 
@@ -31,7 +31,7 @@ def plan_of(bound, estimate, gib, scheduled=None):
 
 
 def known_results(models, task):
-    """The fastest plan does not fit with the headroom of the search; of the others the lowest mean counts."""
+    """The fastest plan does not fit with the headroom of the search; the lowest mean of the others counts."""
     if models is MODELS[1]:
         return [Result.of('FSDP', plan_of(0.1, 0.1, 15))]
     return [
@@ -77,7 +77,7 @@ def test_gpu_rows_have_the_time_of_the_schedule():
     assert cells(row)[5] == '0.15' and cells(row)[11] == '0.800'
 
 
-def test_results_name_their_strategy_and_leave_out_refused_plans(monkeypatch, capsys):
+def test_results_name_their_strategy_and_omit_rejected_plans(monkeypatch, capsys):
     model, task = MODELS[0][0], types.SimpleNamespace(topology='', strategies=[auto_sharding.FSDP])
 
     def plan(model, strategy, topology, variant):

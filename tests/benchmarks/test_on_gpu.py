@@ -11,7 +11,7 @@ from tests.support import ROOT
 
 
 def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys):
-    monkeypatch.setenv('XLA_PYTHON_CLIENT_PREALLOCATE', 'true')  # and not as it is left behind
+    monkeypatch.setenv('XLA_PYTHON_CLIENT_PREALLOCATE', 'true')  # instead of the state that it ends with
     on_gpu.show('')
     assert capsys.readouterr().out == "no GPU is here, and nothing is measured: JAX has 'cpu'\n"
 

@@ -12,7 +12,7 @@ from tests.support import ROOT, gpu_compiler
 
 
 def on_the_page() -> dict[str, list[str]]:
-    """The cells of the rows of table.md, by the name of the step."""
+    """Returns the cells of the rows of table.md, by the name of the step."""
     page = (ROOT / 'benchmarks' / 'published' / 'table.md').read_text(encoding='utf-8')
     rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in page.splitlines() if '|' in line]
     return {row[0]: row[1:] for row in rows if row and row[0] in PUBLISHED}
@@ -60,7 +60,7 @@ def test_compared_steps_run_on_the_same_gpus() -> None:
 
 
 def test_lines() -> None:
-    """Ratios are of tokens a second; where the compiler has no times there is no schedule."""
+    """Ratios are of tokens per second; without times of the compiler there is no schedule."""
     names = WINNERS[1]
     assert [PUBLISHED[name].tokens for name in names] == [131_072, 32_768]
     judged = {

@@ -17,7 +17,7 @@ TOPOLOGY, FSDP = 'v5p:4x4x4', STRATEGIES[0]
 MODELS = {model.name: model for model in all_models('large')}
 FIGURES = ('moved', 'peak', 'estimate')
 AT_MOST = 1.05
-# The page explains why these models take more of one figure and less of another.
+# The page explains why these models have a higher value of one figure and a lower one of another.
 MORE = {
     'decoder, grouped heads': {'peak': 1.3},
     'recurrent cell': {'moved': 1.3},

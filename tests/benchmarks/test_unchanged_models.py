@@ -1,4 +1,4 @@
-"""Tests that the models of the table "unchanged code" compute the same on eight devices as on one."""
+"""Tests that the models of benchmarks/unchanged compute the same on eight devices as on one."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ FSDP_TP = Strategy('FSDP x TP', {'fsdp': 4, 'tp': 2}, ('fsdp',))
 # These options halve the compile time.
 QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
 MODELS = {model.name: model for model in all_models('small')}
-# Compiling takes most of the time of a test. These three models cover the parts of the others: blocks in a
-# loop, products along a batch, sorted rows, and custom gradients. Another test checks that every model is
-# partitioned, and `make test-all` computes all of them.
+# Compiling takes most of the time of a test. These three models cover the features of the others: a loop over
+# blocks, contractions over the batch, sorted tokens, and custom gradients. Another test checks that every
+# model is partitioned, and `make test-all` computes all of them.
 COMPUTED = ('decoder, grouped heads', 'experts, sorted tokens', 'flash attention, custom_vjp')
 
 

@@ -45,7 +45,7 @@ def test_lines(capsys):
         ('all-gather', 3 * 20),
         ('reduce-scatter', 3 * 20),
         ('all-reduce', 6 * 20),
-        ('collective-permute', 20),  # a step of a ring: three of them send what an all-gather sends
+        ('collective-permute', 20),  # a ring step: three of them send as much as an all-gather
         ('all-to-all', 3 * 5),
     ],
 )
@@ -101,7 +101,7 @@ def test_without_the_gpu_compiler(monkeypatch):
 @pytest.mark.slow
 @gpu_compiler.needed
 def test_a_gpu_cell_has_the_time_of_the_schedule():
-    """Seconds are those of the compiler's schedule; HSDP replicates between hosts."""
+    """Seconds come from the compiler's schedule; HSDP replicates between hosts."""
     *_, over_hosts = strategies('h100:2x4')
     assert [(strategy.name, dict(strategy.mesh)) for strategy in strategies('h100:8')] == [
         ('FSDP', {'fsdp': -1}),

@@ -63,7 +63,7 @@ def test_invalid_steps(saved: Path, step: Any) -> None:
     with Checkpointer(saved) as checkpointer:
         expected = f'step has to be an integer of at least 0, got {step!r}'
         assert message(checkpointer.save, step, STATE) == expected
-        if step is not None:  # the latest, for those who read
+        if step is not None:  # for reads: the latest step
             assert message(checkpointer.restore, HELPER, P(), STATE, step=step) == expected
             assert message(checkpointer.describe, step) == expected
             assert message(checkpointer.data, step) == expected

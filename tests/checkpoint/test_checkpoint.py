@@ -290,7 +290,7 @@ def test_which_steps_are_saved_and_kept(tmp_path: Path, helper: MeshShardingHelp
         assert message(checkpointer.restore, helper, RULE, state) == f'{tmp_path} has no checkpoint'
         saved = [step for step in range(45) if checkpointer.save(step, state)]
         assert saved == [0, 10, 20, 30, 40]
-        assert not checkpointer.save(40, state, force=True)  # it is there already
+        assert not checkpointer.save(40, state, force=True)  # it exists already
         assert checkpointer.save(43, state, force=True)
         checkpointer.wait()
         assert checkpointer.latest_step() == 43
@@ -345,7 +345,7 @@ def test_data_state(tmp_path: Path, helper: MeshShardingHelper) -> None:
         for step in (1, 2):
             numbers.position = 10 * step
             checkpointer.save(step, state, data=numbers)
-        numbers.position = 99  # the state is taken when save is called
+        numbers.position = 99  # the state is copied when save is called
         checkpointer.save(3, state, data=b'\x00bytes')
         checkpointer.save(4, state, data=[1, 'two', None])
         checkpointer.save(5, state)
@@ -354,7 +354,7 @@ def test_data_state(tmp_path: Path, helper: MeshShardingHelper) -> None:
             assert why in message(checkpointer.save, 6, state, data=data)
     checkpointer.restore(helper, RULE, state, step=1, data=numbers)
     assert numbers.position == 10
-    assert checkpointer.data() == {'position': 10}  # of the step that was restored
+    assert checkpointer.data() == {'position': 10}  # of the restored step
     assert [checkpointer.data(step) for step in (2, 3, 4)] == [
         {'position': 20},
         b'\x00bytes',
@@ -391,7 +391,7 @@ def test_threads_take_turns(tmp_path: Path, helper: MeshShardingHelper) -> None:
 
 
 def test_save_before_existing_steps_is_an_error(tmp_path: Path, helper: MeshShardingHelper) -> None:
-    """Nor does it take over the directory of a run that continues there."""
+    """It also does not take over the directory of a run that continues there."""
     with Checkpointer(tmp_path) as first, Checkpointer(tmp_path) as second:
         assert first.save(5, small(helper))
         first.wait()

@@ -15,12 +15,12 @@ from tests.support.processes import Outcome, asked_for, names_of_checks, run_che
 
 MODULES = ['tests.support.checkpoint_checks', 'tests.support.checkpoint_failure_checks']
 CHECKS = [name for module in MODULES for name in names_of_checks(module)]
-SAVED = 'check_saving_and_restoring'  # what one process restores, in the end
+SAVED = 'check_saving_and_restoring'  # the final restore of one process
 
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Makes the save of one process, and the directories of the others."""
+    """Returns the save folder of one process, and the directories of the others."""
     folder = tmp_path_factory.mktemp('checkpoints')
     helper = MeshShardingHelper([4, 2], ['x', 'y'])
     with Checkpointer(folder / 'one') as checkpointer:

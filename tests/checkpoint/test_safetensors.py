@@ -99,14 +99,14 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize('what', ['folder', 'index', 'list'])
-def test_files_in_parts(tmp_path: Path, helper: MeshShardingHelper, what: str) -> None:
+@pytest.mark.parametrize('source', ['folder', 'index', 'list'])
+def test_files_in_parts(tmp_path: Path, helper: MeshShardingHelper, source: str) -> None:
     tensors = sharded_files(tmp_path)
     files: Any = {
         'folder': tmp_path,
         'index': str(tmp_path / 'model.safetensors.index.json'),
         'list': sorted(tmp_path.glob('*.safetensors')),
-    }[what]
+    }[source]
     rule = PolicyShardingRule(lambda path, leaf: P('fsdp', 'tp') if len(leaf.shape) == 2 else P())
     tree = load_safetensors(helper, files, rule, PAIRS)
     assert sorted(tree) == ['layers', 'norm']

@@ -89,7 +89,7 @@ def test_indices_that_are_not_regular_files(tmp_path: Path, helper: MeshSharding
     ):
         index = tmp_path / f'{name}.safetensors.index.json'
         make(index)
-        if name == 'large':  # a file of so many bytes takes no room on the disk
+        if name == 'large':  # a sparse file of this size takes no disk space
             os.truncate(index, 1 << 40)
         assert error_of(helper, index) == f'{index} is not an index of .safetensors files: {why}'
 

@@ -78,7 +78,7 @@ def test_newest_writer_owns_the_directory(tmp_path: Path, helper: MeshShardingHe
         assert old.save(step, state(1, step))
     old.wait()
     new.restore(helper, P('fsdp'), state(0, 0))
-    assert old.save(3, state(1, 3))  # who only reads takes nothing
+    assert old.save(3, state(1, 3))  # a reader takes nothing over
     old.wait()
     new.restore(helper, P('fsdp'), state(0, 0))
     assert new.save(4, state(2, 4))
@@ -90,7 +90,7 @@ def test_newest_writer_owns_the_directory(tmp_path: Path, helper: MeshShardingHe
     assert names(tmp_path) == before == ['3', '4', 'writer.json']
     assert old.latest_step() == 4
     assert run_and_step(helper, tmp_path) == (2, 4)
-    old.restore(helper, P('fsdp'), state(0, 0))  # readers are free
+    old.restore(helper, P('fsdp'), state(0, 0))  # readers are not restricted
     assert new.save(5, state(2, 5))
     new.close()
     with Checkpointer(tmp_path) as newest:
@@ -293,8 +293,7 @@ def test_undeletable_steps(
 def test_step_is_synced_before_it_is_committed(
     tmp_path: Path, helper: MeshShardingHelper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a power failure no step is lost: files and folders are synced before the rename, and the rename
-    before older steps are deleted."""
+    """A power failure loses no step: files are synced before the rename, and the rename before deletions."""
     synced: set[int] = set()
     fsync, commit, prune = os.fsync, StepDirectory.commit, StepDirectory.prune
 
@@ -323,7 +322,7 @@ def test_step_is_synced_before_it_is_committed(
 
 
 def test_full_disk_at_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save that fails to begin leaves no files, nor does a writer that fails to take over."""
+    """A save that fails at its start leaves no files; neither does a writer that fails to take over."""
 
     def full(number: int) -> None:
         raise OSError(28, 'No space left on device')
@@ -411,16 +410,16 @@ def test_sixteen_threads_with_a_concurrent_close(tmp_path: Path, helper: MeshSha
     def work(number: int) -> None:
         ready.wait(200)
         for turn in range(4):
-            what = (number + turn) % 4
-            if what == 0:
+            action = (number + turn) % 4
+            if action == 0:
                 with contextlib.suppress(CheckpointError):  # another thread has saved a later step
                     step = 16 * turn + number + 1
                     checkpointer.save(step, state(1, step))
-            elif what == 1:
+            elif action == 1:
                 restored = checkpointer.restore(helper, P('fsdp'), state(0, 0))
                 [value] = {int(value) for leaf in jax.tree.leaves(restored) for value in np.asarray(leaf)}
                 assert value // 1000 == 1
-            elif what == 2:
+            elif action == 2:
                 assert checkpointer.latest_step() is not None
                 checkpointer.wait()
             else:

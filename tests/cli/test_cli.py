@@ -1,4 +1,4 @@
-"""`python -m scalax`: what it prints, and how it ends."""
+"""`python -m scalax`: its output, and its exit codes."""
 
 import inspect
 import json
@@ -75,7 +75,7 @@ def test_a_plan_is_printed_though_its_page_cannot_be_written(job, capsys):
 
 
 def run(*arguments):
-    """In a process of its own, whose devices are not those of the tests."""
+    """Runs in a separate process, with other devices than those of the tests."""
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), *sys.path])}
     env.pop('JAX_NUM_CPU_DEVICES', None)
     command = [sys.executable, '-W', 'error', '-m', 'scalax', *map(str, arguments)]
@@ -83,7 +83,7 @@ def run(*arguments):
 
 
 def here(capsys, *arguments):
-    """In this process, which is quicker."""
+    """Runs in this process, which is faster."""
     code = main(list(map(str, arguments)))
     return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
 
@@ -103,11 +103,11 @@ USES_DEVICES = 'import jax\nKEY = jax.random.key(0)\n'
 
 @pytest.mark.slow
 @pytest.mark.parametrize('asked', [('plan', 'make_step'), ('explain', 'make_state')])
-def test_a_file_that_uses_devices_gets_those_of_the_command(job, monkeypatch, asked):
+def test_a_file_that_uses_devices_gets_the_devices_of_the_command(job, monkeypatch, asked):
     command, function = asked
     job.write_text(USES_DEVICES + JOB)
     monkeypatch.delenv('JAX_PLATFORMS')
-    monkeypatch.setenv('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # else it may wait for another process, quietly
+    monkeypatch.setenv('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # otherwise it may wait silently
     done = run(command, f'{job}:{function}', '--mesh', 'fsdp=4,tp=2')
     assert (done.returncode, done.stderr) == (0, '')
     assert 'fsdp=4, tp=2' in done.stdout
@@ -157,7 +157,7 @@ def test_plan_for_tpus(job, capsys, function, fits, code):
     assert (plan.device_kind, plan.fits, plan.mesh) == ('TPU v5 lite', fits, {'fsdp': 4, 'tp': 2})
 
 
-# Presses Ctrl-C when a compiler begins, on a program that it takes long for.
+# Presses Ctrl-C when a compiler starts on a program that takes long to compile.
 IMPATIENT = """
 import os, signal
 
@@ -278,7 +278,7 @@ def test_invalid_commands_of_find(job, capsys, arguments, message):
     assert done.returncode == 2 and message in done.stderr
 
 
-def test_options_of_find_are_those_of_the_function(job, monkeypatch):
+def test_options_of_autoshard_match_the_function(job, monkeypatch):
     options = {}
 
     def autoshard(step, arguments, topology, **keywords):
@@ -343,7 +343,7 @@ def test_usage_of_find(job, capsys, arguments, message):
         ),
     ],
 )
-def test_a_removed_option_says_what_takes_its_place(arguments, advice, capsys):
+def test_a_removed_option_names_its_replacement(arguments, advice, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
@@ -407,7 +407,7 @@ def test_doctor(capsys, monkeypatch, process, findings):
     assert silent or json.loads(done.stdout)['findings'] == [finding._asdict() for finding in findings]
 
 
-def test_doctor_asks_a_program_that_is_not_there(capsys):
+def test_doctor_for_a_program_that_does_not_run(capsys):
     done = here(capsys, 'doctor', '--run', 'localhost:1')
     assert done.returncode == 1
     assert done.stderr == (
@@ -434,7 +434,7 @@ def test_plan_for_several_slices(job, capsys):
 
 
 @tpu_compiler.needed
-def test_axes_need_not_be_whole_axes_of_the_torus(job, capsys):
+def test_axes_need_not_be_entire_torus_axes(job, capsys):
     # Each axis of the torus has four chips.
     where = ('--topology', 'v5p:2x4x4', '--mesh', 'data=2,fsdp=-1,tp=8', '--dcn', 'data=2')
     done = here(capsys, 'plan', f'{job}:make_step', *where, '--quick', '--json')
@@ -458,7 +458,7 @@ def test_an_unknown_topology_is_named_with_its_neighbours(job, capsys):
 @pytest.mark.sampled(3)
 @tpu_compiler.needed
 @pytest.mark.parametrize('topology', TPU_SLICES)
-def test_listed_topologies_are_those_of_the_compiler(topology):
+def test_listed_topologies_match_the_compiler(topology):
     helper = MeshShardingHelper.from_topology(topology, [-1], ['x'], mesh_axis_splitting=True)
     hardware = HARDWARE[topology.partition(':')[0]]
     assert helper.mesh.size == num_chips(topology) * hardware.devices_per_chip
@@ -488,7 +488,7 @@ def test_usage_of_search(job, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_sizes_of_one_axis_are_given_once(job, capsys):
+def test_the_sizes_of_an_axis_may_only_be_specified_once(job, capsys):
     on = ['--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1', '--sizes', 'tp=2']
     assert main(['search', f'{job}:make_step', *on]) == 2
     message = 'error: --sizes names an axis twice: give all of its sizes at once, as in tp=1,2,4\n'
@@ -496,7 +496,7 @@ def test_sizes_of_one_axis_are_given_once(job, capsys):
 
 
 @tpu_compiler.needed
-def test_a_search_that_plans_nothing_does_not_say_that_nothing_fits(job, capsys):
+def test_a_search_without_plans_does_not_report_that_nothing_fits(job, capsys):
     on = ['--topology', 'v5e:2x2', '--axes', 'fsdp,tp', '--sizes', 'tp=1']
     done = here(capsys, 'search', f'{job}:make_odd', *on)
     message = ' '.join(done.stdout.split())
@@ -507,7 +507,7 @@ def test_a_search_that_plans_nothing_does_not_say_that_nothing_fits(job, capsys)
     assert (done.returncode, done.stderr) == (
         *(1, 'error: no mesh was planned: whether the step fits is unknown\n'),
     )
-    # A mistake is none of the mesh.
+    # A mistake is not the mesh's fault.
     with pytest.raises(ValueError, match='no such model'):
         main(['search', f'{job}:make_trouble', *on])
     assert main(['search', f'{job}:make_nothing', *on]) == 2
@@ -557,7 +557,7 @@ def test_search_and_find_on_hosts_of_gpus(job, capsys):
         ('v100:8', "no topology 'v100:8' is known"),
     ],
 )
-def test_topologies_of_gpus_that_are_none(job, capsys, topology, message):
+def test_invalid_gpu_topologies(job, capsys, topology, message):
     done = here(capsys, 'plan', f'{job}:make_step', '--topology', topology, '--mesh', 'fsdp=-1,tp=1')
     assert done.returncode == 2 and message in done.stderr
 
@@ -576,18 +576,18 @@ WRONG = {
 
 
 @pytest.mark.parametrize('name', WRONG)
-def test_a_function_that_is_none(job, capsys, name):
+def test_a_function_that_does_not_exist(job, capsys, name):
     assert main(['explain', f'{job}:{name}', '--mesh', 'fsdp=4,tp=2']) == 2
     message = capsys.readouterr().err.replace(str(job), 'FILE')
     assert message == f'error: {WRONG[name]}\n'
 
 
-def test_a_file_that_is_none(capsys, tmp_path):
+def test_a_file_that_does_not_exist(capsys, tmp_path):
     assert main(['explain', f'{tmp_path}/none.py:make_state', '--mesh', 'fsdp=4']) == 2
     assert capsys.readouterr().err == f"error: there is no file '{tmp_path}/none.py'\n"
 
 
-def test_a_file_that_is_called_as_a_module_is_takes_nobodys_name(tmp_path, capsys, monkeypatch):
+def test_a_file_named_like_a_module_does_not_shadow_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, 'path', [*sys.path])
     job = tmp_path / 'json.py'
     # A dataclass looks for its own module.
@@ -619,7 +619,7 @@ def test_a_function_for_another_command(job, capsys, command, message):
     assert capsys.readouterr().err == f"error: '{job}:{function}' has to take {message}\n"
 
 
-def test_arguments_that_are_none(job, capsys):
+def test_arguments_of_invalid_types(job, capsys):
     done = here(capsys, 'plan', f'{job}:make_one', '--mesh', 'fsdp=8')
     assert done.returncode == 2
     assert done.stderr == (
@@ -665,13 +665,13 @@ def test_usage(job, capsys, arguments, message):
         ),
     ],
 )
-def test_what_cannot_be_asked(job, capsys, arguments, message):
+def test_invalid_arguments(job, capsys, arguments, message):
     assert main(['plan', f'{job}:make_step', *arguments]) == 2
     assert capsys.readouterr().err == f'error: {message}\n'
 
 
 @pytest.mark.parametrize('command', [('plan', '--mesh', 'a=8'), ('search', '--axes', 'a')])
-def test_slices_that_lie_along_no_axis(job, capsys, command):
+def test_slices_need_mesh_axes(job, capsys, command):
     name, *options = command
     assert main([name, f'{job}:make_step', *options, '--topology', 'v5e:2x2', '--slices', '2']) == 2
     message = 'error: --slices 2 needs --dcn, the mesh axes across slices\n'

@@ -1,4 +1,4 @@
-"""Commands that compile run in a process of their own: what its crash prints, and what else may end it."""
+"""Commands that compile run in a separate process: the message of its crash, and other ways to end it."""
 
 import os
 import signal
@@ -66,7 +66,7 @@ sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))
 
 
 def start(*arguments, terminal=False, **variables):
-    """Starts a command, without a terminal that would send Ctrl-C to it, or in one of its own."""
+    """Starts a command without a terminal that would send it Ctrl-C, or in a new terminal."""
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), *sys.path]), **variables}
     env.pop('JAX_NUM_CPU_DEVICES', None)
     command = [sys.executable, '-W', 'error', '-m', 'scalax', *map(str, arguments)]
@@ -83,7 +83,7 @@ def start(*arguments, terminal=False, **variables):
 
 
 def end_of(process):
-    """The exit code, and what is printed. Waits until nobody can print any more."""
+    """Returns the exit code and the output, after all processes have closed the output."""
     try:
         out, err = process.communicate(timeout=500)
     finally:
@@ -194,7 +194,7 @@ def test_who_ends_the_command_ends_the_compiler(job, number, code, message):
             os.kill(int(compiler), 0)
         except ProcessLookupError:
             return
-        if stat_of(compiler) == 'Z':  # nobody has asked for its exit code
+        if stat_of(compiler) == 'Z':  # its exit code was not collected
             return
         time.sleep(0.01)
     pytest.fail('the compiler goes on')
@@ -224,8 +224,8 @@ def test_ctrl_c_of_a_terminal_interrupts_once(job):
     ],
     ids=['in the foreground', 'in the background', 'another terminal', 'no terminal'],
 )
-def test_to_whom_the_terminal_sends_ctrl_c(monkeypatch, terminal, group, foreground):
-    """The command passes it on to the compiler only where the terminal does not send it to both."""
+def test_which_processes_get_ctrl_c_from_the_terminal(monkeypatch, terminal, group, foreground):
+    """The command only passes it on to the compiler if the terminal does not send it to both."""
 
     def group_of(_):
         if group is None:
@@ -238,7 +238,7 @@ def test_to_whom_the_terminal_sends_ctrl_c(monkeypatch, terminal, group, foregro
 
 
 def test_the_exit_code_where_a_signal_does_not_end_the_command(monkeypatch):
-    """As in the first process of a container, which no signal ends that it has no handler for."""
+    """As for the first process of a container, which a signal without a handler does not end."""
     before, sent = signal.getsignal(signal.SIGTERM), []
     monkeypatch.setattr(os, 'kill', lambda *args: sent.append(args))
     try:
@@ -262,7 +262,7 @@ def stat_of(pid):
         (['python', '-m', 'scalax', 'plan', 'a'], ['/x/scalax/__main__.py', 'plan', 'a'], True),
         (['python', '-W', 'error', '-m', 'scalax'], ['/x/scalax/__main__.py'], True),
         (['python', '/bin/scalax', 'plan', 'a'], ['/bin/scalax', 'plan', 'a'], True),
-        # Programs that call the command line with arguments of their own.
+        # Programs that call the command line with their arguments.
         (['python', 'mine.py', 'a'], ['mine.py', 'a'], False),
         (['python', '-m', 'pdb', '-m', 'scalax', 'plan'], ['/x/scalax/__main__.py', 'plan', 'b'], False),
         (['python', '-c', 'pass'], ['-c'], False),
@@ -289,7 +289,7 @@ def test_compilations_that_run(monkeypatch):
 
 @pytest.mark.medium
 def test_closed_streams(job):
-    """Nothing that is printed goes into the files of the two processes, and nothing of these is read."""
+    """The two processes do not write output to their other files, and do not read from them."""
     start_closed = (
         'import os, sys; os.closerange(0, 2); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])'
     )

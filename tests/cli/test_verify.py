@@ -1,4 +1,4 @@
-"""`python -m scalax verify`: what it prints, what it makes small, and how it ends."""
+"""`python -m scalax verify`: its output, its downscaling, and its exit codes."""
 
 import inspect
 import json
@@ -63,7 +63,7 @@ def job(tmp_path):
 
 
 def here(capsys, *arguments):
-    """Verifies in this process; what its file prints, and JAX, is not of the result."""
+    """Verifies in this process; returns the output without what the file and JAX print."""
     code = main(['verify', *map(str, arguments)])
     message = capsys.readouterr()
     return code, message.out, message.err
@@ -112,7 +112,7 @@ def test_results_that_could_not_be_compared_are_not_equal(job, capsys):
     ],
     ids=['a mesh that is not here', 'arguments that are large', 'a topology'],
 )
-def test_what_is_made_small(job, capsys, asked, mesh):
+def test_a_large_step_is_downscaled(job, capsys, asked, mesh):
     function, *options = asked
     code, out, _ = here(capsys, f'{job}:{function}', *options, '--seeds', 1, '--json')
     report = json.loads(out)
@@ -122,7 +122,7 @@ def test_what_is_made_small(job, capsys, asked, mesh):
 
 
 @pytest.mark.medium
-def test_a_small_step_is_taken_as_it_is(job, capsys):
+def test_a_small_step_is_not_downscaled(job, capsys):
     code, out, _ = here(capsys, f'{job}:make_any', '--config', 'SMALL', *ON, '--json')
     report = json.loads(out)
     assert code == 0 and [argument['array'] for argument in report['arguments']] == [
@@ -154,9 +154,9 @@ def test_a_small_step_is_taken_as_it_is(job, capsys):
         ),
     ],
 )
-def test_what_cannot_be_asked(job, capsys, monkeypatch, asked, message):
+def test_invalid_arguments(job, capsys, monkeypatch, asked, message):
     function, *options = asked
-    if '--devices' in options:  # those of the tests are there already
+    if '--devices' in options:  # the tests' devices exist already
         monkeypatch.setattr(jax.config, 'update', lambda name, value: None)
         monkeypatch.setattr(jax, 'local_devices', lambda *args: jax.devices()[:2])
     code, out, err = here(capsys, f'{job}:{function}', *options, *ON)
@@ -164,7 +164,7 @@ def test_what_cannot_be_asked(job, capsys, monkeypatch, asked, message):
     assert err.splitlines()[-1].replace(str(job), 'FILE') == f'error: {message}'
 
 
-def test_options_are_those_of_the_function(job, monkeypatch):
+def test_options_match_the_function(job, monkeypatch):
     options = {}
 
     def verify(*args, **keywords):
@@ -182,7 +182,7 @@ def test_options_are_those_of_the_function(job, monkeypatch):
 
 
 @pytest.mark.medium
-def test_ctrl_c_leaves_what_was_compared(job, capsys, monkeypatch):
+def test_ctrl_c_reports_the_comparisons_so_far(job, capsys, monkeypatch):
     run = Comparison.run
 
     def impatient(self, seed, *rest):

@@ -57,8 +57,8 @@ def test_the_gradient_of_the_full_batch(helper, where, params, batch):
     for n in (1, 2, 16):
         parts = helper.sjit(microbatch(jax.value_and_grad(loss), n), **options)
         assert_close(parts(params, batch), expected)
-        # Nothing is sent to divide the batch: each part does what the whole does, n times, and no more. Where
-        # parameters are replicated, devices sum once.
+        # Splitting the batch sends nothing: the collectives of one batch run n times. If parameters are
+        # replicated, gradients are reduced once.
         times = 1 if summed_once else n
         counts = {kind: times * plan.count(kind) for kind in ('all-gather', 'all-reduce', 'reduce-scatter')}
         assert_collectives(
@@ -151,7 +151,7 @@ def test_sums_are_kept_in_float32():
     summed = microbatch(lambda x: x.sum(), 1024, batch=0, reduce='sum')
     assert summed(ones) == 1024
     narrow = microbatch(lambda x: x.sum(), 1024, batch=0, reduce='sum', accumulate_dtype=jnp.bfloat16)
-    assert narrow(ones) == 256  # where bfloat16 stops counting by ones
+    assert narrow(ones) == 256  # bfloat16 cannot count beyond this by ones
     assert summed(ones).dtype == jnp.bfloat16
 
 
@@ -163,7 +163,7 @@ def test_narrow_floats(dtype, reduce, expected):
     assert (parts.dtype, float(parts)) == (jnp.dtype(dtype), expected)
 
 
-def test_positions_are_those_of_positional_parameters():
+def test_positions_refer_to_positional_parameters():
     def scaled(scale, rows, *, weights):
         return (scale * rows * weights.sum()).sum()
 
@@ -215,11 +215,11 @@ def test_inside_shard_map(params, batch):
     assert_close(mapped(params, batch), jax.value_and_grad(loss)(params, batch))
 
 
-def test_examples_that_do_not_divide_on_each_device(params, batch):
+def test_examples_that_are_not_divisible_on_each_device(params, batch):
     parts = microbatch(jax.grad(loss), 32)
     with pytest.raises(DataError, match=r'batch/x: float32\[64, 16\]: each device has 16 examples'):
         HELPERS['explicit'].sjit(parts, in_shardings=(P(), P('data')))(params, batch)
-    # On Auto axes a trace cannot know; XLA moves what it has to, and the gradient is right all the same.
+    # On Auto axes a trace does not know the shardings; XLA moves examples, and the gradient is still right.
     assert_close(
         HELPERS['auto'].sjit(parts, in_shardings=(P(), P('data')))(params, batch),
         jax.grad(loss)(params, batch),

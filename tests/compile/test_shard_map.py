@@ -95,17 +95,17 @@ MATRIX = {
 @pytest.mark.parametrize('call', CALLS.values(), ids=CALLS)
 def test_local_shards(helper, spec, names, lies, call):
     manual = {'a', 'b'} if names is None else names
-    # Without an axis that it varies over, an output need not vary: only those in the spec are numbered.
+    # An output need not vary along axes outside its spec, so only the axes in the spec are numbered.
     cut = sorted(a for a in manual if a in str(spec))
     fun = helper.shard_map(functools.partial(numbered, cut), spec, spec, axis_names=names)
     x = lies(helper)
     if lies is LIES['elsewhere'] and call is not CALLS['eager']:
-        with pytest.raises(ValueError, match='device'):  # inside a compiled function nobody can move it
+        with pytest.raises(ValueError, match='device'):  # inside a compiled function it cannot be moved
             call(helper, fun)(x)
         return
     result = call(helper, fun)(x)
     np.testing.assert_array_equal(result, numbered_by_hand(spec, manual))
-    if manual.issuperset({'a', 'b'}) or len(str(spec)) > len("P('a',)"):  # else some axis is the compiler's
+    if manual.issuperset({'a', 'b'}) or len(str(spec)) > len("P('a',)"):  # otherwise some axis is Auto
         assert result.sharding.is_equivalent_to(helper.match_sharding_rule(spec, X), 2)
 
 
@@ -193,7 +193,7 @@ def test_the_helper_and_the_bindings_outside_are_active_inside():
 
     mapped = HELPER.shard_map(block, P('a'), P('a'), axis_names={'a'})
     step = HELPER.sjit(mapped, annotation_shardings={'block': P('a', 'b')})
-    result = step(X)  # a name that nothing used would warn
+    result = step(X)  # an unused name would warn
     assert seen == [HELPER]
     assert result.sharding.spec == P('a', 'b')
 
@@ -259,7 +259,7 @@ def test_the_name_of_the_function_shows_in_the_program():
     assert 'jit(recognisable)' in text
 
 
-# --- What goes wrong ------------------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------------------
 
 ARGUMENTS = "of the arguments of 'double' (in_specs) cannot be sharded as asked (mesh: a=4, b=2):"
 OUTPUTS = "of the outputs of 'double' (out_specs) cannot be sharded as asked (mesh: a=4, b=2):"

@@ -154,7 +154,7 @@ def test_no_mesh_at_all() -> None:
 
 
 def recording() -> tuple[Callable[..., Any], list[Any]]:
-    """Returns an operation, and a list of what its function saw in each trace."""
+    """Returns an operation, and a list of the arguments of its function in each trace."""
     seen: list[Any] = []
 
     @sharded_op('b c -> b c')
@@ -194,7 +194,7 @@ def test_operands_that_disagree(types: str) -> None:
     total = picked(put(mesh, NUMBERS, 'x'), put(mesh, LABELS, 'y'))
     np.testing.assert_array_equal(total, NUMBERS[np.arange(4), LABELS])
     if types == 'explicit':  # over Auto axes the compiler decides
-        assert total.sharding.spec == P('x')  # as the largest
+        assert total.sharding.spec == P('x')  # like the largest
 
 
 @pytest.mark.medium
@@ -308,7 +308,7 @@ def test_static_arguments_come_in_any_order() -> None:
     assert len(traces) > count
 
 
-def test_static_arguments_that_are_equal_and_not_the_same() -> None:
+def test_static_arguments_that_are_equal_but_of_other_types() -> None:
     @sharded_op('b -> b')
     def named(ctx: FactorContext, x: Array, *, how: Any) -> Array:
         return x + (10 if how is True else 0)
@@ -385,7 +385,7 @@ def test_transformations(types: str, name: str, op: Callable[..., Any]) -> None:
     transformed, expected = TRANSFORMATIONS[name](op), transformed_reference(name)
     x = put(mesh, NUMBERS, 'x', 'y')
     np.testing.assert_allclose(jax.jit(transformed)(x), expected, rtol=2e-5, atol=1e-5)
-    if types == 'auto':  # elsewhere JAX wants a mesh for gradients outside of jit
+    if types == 'auto':  # otherwise JAX needs a mesh for gradients outside jit
         np.testing.assert_allclose(transformed(x), expected, rtol=2e-5, atol=1e-5)
 
 

@@ -149,7 +149,7 @@ def test_a_result_that_depends_on_the_index_of_the_block() -> None:
     assert 'result 0 still differs between its blocks' in message(RuleError, lambda: which(NUMBERS))
 
 
-def test_a_function_that_fails_on_blocks_says_which(snapshot: Snapshot) -> None:
+def test_a_function_that_fails_on_blocks_names_the_block(snapshot: Snapshot) -> None:
     def total(ctx: FactorContext, x: Array) -> Array:
         if x.shape[1] != 6:
             raise ValueError('six columns, please')

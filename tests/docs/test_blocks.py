@@ -1,4 +1,4 @@
-"""Runs the Python blocks of README.md and docs/: what the documentation shows has to work."""
+"""Runs the Python blocks of README.md and docs/: everything that the documentation shows has to work."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from tests.support import ROOT
 from tests.support.docs_blocks import FILES, README, read_blocks, run_blocks, runnable
 
-# A reader who starts these again in the same folder is told nothing else than the first time.
+# These print the same if a reader runs them again in the same folder.
 AGAIN = {ROOT / 'docs' / name for name in ('start.md', 'training_loop.md')}
 # Trainings and searches of several seconds.
 SLOW = {
@@ -32,7 +32,7 @@ def test_blocks_run(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     if path in NEEDS:
         pytest.importorskip(NEEDS[path], reason=f'{NEEDS[path]} is not installed')
     monkeypatch.setenv('COLUMNS', '120')  # tables are as wide as the terminal
-    monkeypatch.chdir(tmp_path)  # what a block writes does not land in the repository
+    monkeypatch.chdir(tmp_path)  # blocks write to a scratch folder instead of the repository
     for _ in range(2 if path in AGAIN else 1):
         run_blocks(path, path.read_text(encoding='utf-8'), monkeypatch)
 

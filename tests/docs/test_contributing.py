@@ -1,4 +1,4 @@
-"""The rule that CONTRIBUTING.md adds as an example passes the tests that it is given there."""
+"""The example rule of CONTRIBUTING.md passes the tests of that page."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The diagrams of the pages show what scalax reports: scripts/docs_diagrams.py would draw them again."""
+"""The diagrams of the pages match scalax: scripts/docs_diagrams.py would draw them again."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from scripts.docs_diagrams import DARK, IMAGES, LIGHT, diagrams, svg
 
 
 @pytest.mark.slow
-def test_the_diagrams_are_what_is_reported() -> None:
+def test_the_diagrams_match_the_reports() -> None:
     for name, (height, title, parts) in diagrams().items():
         for suffix, colors in (('', LIGHT), ('-dark', DARK)):
             picture = IMAGES / f'{name}{suffix}.svg'

@@ -1,4 +1,4 @@
-"""Is docs/errors.md whole? A section of each exception, each warning, and each kind of ShardingError."""
+"""docs/errors.md has a section for each exception, each warning, and each kind of ShardingError."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""The notebooks of docs/ and the scripts beside them are the same, and show what comes out here."""
+"""The notebooks of docs/ match their scripts, and show the current outputs."""
 
 import importlib.util
 import json
@@ -36,8 +36,8 @@ def test_a_notebook_has_the_cells_of_its_script(script):
 
 @pytest.mark.slow
 @each_script
-def test_a_notebook_shows_what_comes_out(script):
-    """In a fresh process, as for a reader: the script chooses the number of devices itself."""
+def test_a_notebook_shows_its_current_outputs(script):
+    """In a new process, as for a reader: the script chooses the number of devices."""
     if script.stem != 'tutorial' and jax.__version_info__ < (0, 12):
         pytest.skip('the programs are those that the newest JAX makes')
     environment = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'}
@@ -96,7 +96,7 @@ def test_cells_are_read_and_run():
 
 
 @pytest.mark.parametrize('here', [True, False])
-def test_what_the_tpu_compiler_shows_is_kept_where_it_is_not(here, monkeypatch):
+def test_outputs_of_the_tpu_compiler_are_kept_without_it(here, monkeypatch):
     cells = make_notebooks.read_cells(SMALL)
     outputs = list(make_notebooks.run(cells, SCRIPTS[0]))
     before = make_notebooks.notebook(cells, [[], [], [{'text': ['of the TPU compiler\n']}]])

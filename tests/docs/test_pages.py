@@ -1,4 +1,4 @@
-"""Are the pages whole? Links lead somewhere, pictures are there, caches are in docs/caches.md."""
+"""The pages are complete: links lead somewhere, pictures exist, caches are listed in docs/caches.md."""
 
 import re
 from pathlib import Path
@@ -15,12 +15,12 @@ MOST_BYTES = 200_000
 
 
 def text_of(page: Path) -> str:
-    """A page without its blocks of code."""
+    """Returns a page without its blocks of code."""
     return FENCED.sub('', page.read_text(encoding='utf-8'))
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of its headings, as GitHub makes them."""
+    """Returns the anchors of its headings, as GitHub makes them."""
     headings = re.findall(r'^#+ (.+?) *$', text_of(page), re.MULTILINE)
     return {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
 
@@ -60,8 +60,7 @@ CACHES = re.compile(
     r'(?<!map\()functools\.(?:lru_)?cache\b|\bLRUCache\(\)|\b\w*LRUCache\[.*\]\(\)|\bKnown\(\)|weakref\.Weak\w+Dictionary\('
     r'|linecache\.cache\['
 )
-# Not kept: what one tree is resolved with ends with that, and so does what one program is counted with; and
-# what is traced of a part of rows with the trace.
+# Temporary: these caches end with the resolution of one tree, the counts of one program, or one trace.
 PASSING = {'rules/_optimizer_state', '_planning/cost/flops', '_jaxpr/rebatch', '_spmd/step'}
 
 

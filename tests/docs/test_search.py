@@ -1,4 +1,4 @@
-"""The search of the site finds the recipe for what a reader types, first."""
+"""Searches on the site find the recipe for the words that readers type."""
 
 import functools
 import http.server
@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.browser import Browser
 
-# What is typed -> where the first result leads, to a section or to its page.
+# Typed words -> the address of the first result, a section or its page.
 WANTED = {
     'OOM': r'(troubleshooting|cookbook)\.html#out-of-memory',
     'out of memory': r'(troubleshooting|cookbook|planning)\.html#out-of-memory',
@@ -72,7 +72,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope='module')
 def address(site: Path) -> Iterator[str]:
-    """Pages that are files have no search: a browser lets their scripts read no other file."""
+    """Serves the site over HTTP, because the search does not work for local files."""
     handler = functools.partial(Quiet, directory=str(site))
     with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -87,7 +87,7 @@ def test_the_recipe_is_found_first(typed: str, address: str, browser: Browser) -
     browser.driver.get(f'{address}/index.html?q={quote(typed)}')
     links = browser.until(lambda: browser.run(SHOWN))
     assert isinstance(links, list)
-    # A page comes with the best of its sections: the first of these, or the page where it has none that fits.
+    # A result is a page with its best section: compare the section, or the page if no section matches.
     best = [re.sub(r'\?h=[^#]*', '', link.removeprefix(f'{address}/')) for link in links[:2]]
     assert re.match(WANTED[typed], best[-1]) or re.match(WANTED[typed], best[0]), best
     assert browser.complaints() == []

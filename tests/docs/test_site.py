@@ -1,4 +1,4 @@
-"""The site: no warning, every public name, nothing from the network, no dead link, and no box that is cut."""
+"""The site has no warnings, all public names, no network requests, no dead links, and no cut boxes."""
 
 import html
 import re
@@ -13,7 +13,7 @@ from tests.support import ROOT
 from tests.support.browser import Browser
 
 API = (ROOT / 'tests' / 'api.txt').read_text(encoding='utf-8')
-# Those that scalax.sharding has too, what rules have for one another, and what messages are made with.
+# Names that scalax.sharding has too, interfaces between rules, and helpers of messages.
 ELSEWHERE = re.compile(r'scalax\.rules\.[A-Z]|.*\.(answers|parts|by_path|is_pure)$|scalax\.errors\.[a-z]')
 
 
@@ -22,7 +22,7 @@ def text_of(page: Path) -> str:
 
 
 def names_of_api() -> list[tuple[str, str, str]]:
-    """(module, name, member or ''), as tests/api.txt has them."""
+    """Returns (module, name, member or '') of tests/api.txt."""
     names, module, name = [], '', ''
     for line in API.splitlines():
         if match := re.match(r'(?:  (?=\w)|    \.)?([\w.]+)', line):
@@ -42,7 +42,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     assert len(names) > 300
     missing = []
     for module, name, member in names:
-        # Names of JAX and attributes have no entry of their own: the text of the module's pages has them.
+        # Names of JAX and attributes have no separate entries: the text of the module's pages contains them.
         stem = PAGES.get(module, module.rpartition('.')[2])
         text = ''.join(pages[page] for page in pages if page.stem.partition('_')[0] == stem.partition('_')[0])
         if f'{module}.{name}.{member}'.strip('.') not in documented:
@@ -51,7 +51,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     assert missing == []
 
 
-# Where a module is on a page of another name.
+# Modules whose page has another name.
 PAGES = {'scalax': 'index', 'scalax.interop.nnx': 'interop', 'scalax.visualize': 'explain'}
 
 
@@ -63,12 +63,12 @@ def test_pages_load_nothing_from_the_network(site: Path) -> None:
     for page in [*site.rglob('*.html'), *site.rglob('*.css')]:
         text = page.read_text(encoding='utf-8')
         assert not loads.search(text) and not sheets.search(text), page
-        assert 'data-md-component="source"' not in text, page  # a script there asks GitHub for its stars
+        assert 'data-md-component="source"' not in text, page  # a script there requests the stars from GitHub
 
 
 @pytest.mark.medium
 def test_links_between_pages_lead_somewhere(site: Path) -> None:
-    # MkDocs checks those of Markdown, and not those that docstrings and the hook write.
+    # MkDocs checks links in Markdown, but not those of docstrings and of the hook.
     texts = {
         page: page.read_text(encoding='utf-8') for page in site.rglob('*.html') if page.name != '404.html'
     }

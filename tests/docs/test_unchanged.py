@@ -22,7 +22,7 @@ LOOPS = ('scan', 'while', 'cond')
 
 
 def rows_of(name: str) -> list[list[str]]:
-    """The cells of the rows of a table between two comments, without its head."""
+    """Returns the cells of the rows of a table between two comments, without its head."""
     match = re.search(rf'<!-- {name} -->\n(.*?)<!-- /{name} -->', PRIMITIVES + MODELS, re.DOTALL)
     assert match is not None
     return [[cell.strip() for cell in line.split('|')[1:-1]] for line in match[1].splitlines()[2:]]
@@ -48,10 +48,10 @@ def test_models_of_the_table_exist(size) -> None:
 
 
 @pytest.mark.medium
-def test_the_tables_have_all_models_and_llama_is_as_by_hand() -> None:
+def test_the_tables_have_all_models_and_llama_matches_the_expert() -> None:
     rows = rows_of('table') + rows_of('llama')
     assert {row[0] for row in rows} == {model.name for model in all_models('large')}
     assert {row[1] for row in rows} <= {strategy.name for strategy in STRATEGIES}
     for _, _, _, moved, _, _, peak, _, _, seconds, _ in rows_of('llama'):
-        # Along tp, XLA shards the residual otherwise than by hand: that sends more or takes more memory.
+        # XLA shards the residual along tp differently from the expert, which sends more or uses more memory.
         assert min(float(moved), float(peak)) <= 1.02 and float(seconds) <= 1.02

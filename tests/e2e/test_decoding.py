@@ -85,7 +85,7 @@ def largest_gather(plan: Any) -> float:
 @pytest.mark.parametrize(
     ('update', 'inner_jit'), [(sliced, False), (sliced, True), (scattered, False), (selected, False)]
 )
-def test_a_cache_that_both_ends_leave_whole_is_not_gathered(update: Any, inner_jit: bool) -> None:
+def test_a_cache_with_equal_shardings_at_both_ends_is_not_gathered(update: Any, inner_jit: bool) -> None:
     helper = MeshShardingHelper([2, 4], ['fsdp', 'tp'])
     decode = decoder(update, inner_jit=inner_jit)
     step = step_of(helper, decode)

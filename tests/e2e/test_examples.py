@@ -28,16 +28,16 @@ from examples.llama.training import OptimizerConfig
 from tests.support import ROOT
 from tests.support.processes import compiled
 
-TIMEOUT_S = 500  # one that hangs is stopped long before
+TIMEOUT_S = 500  # an example that hangs is stopped much earlier
 SMALL = ['--width=32', '--layers=2', '--sequence_length=32', '--batch_size=8']
 REFUSED, INTERRUPTED = 2, 130
 
 
 def run(module: str, *arguments: str, code: str = '', **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs an example (by its module or file), or `code`, until it exits."""
-    what = ['-c', code] if code else ['-m', module, *arguments] if module else arguments
+    command = ['-c', code] if code else ['-m', module, *arguments] if module else arguments
     return subprocess.run(
-        [sys.executable, *what],
+        [sys.executable, *command],
         cwd=ROOT,
         env={**os.environ, **compiled(), 'COLUMNS': '120', **environment},
         capture_output=True,
@@ -143,7 +143,7 @@ def training(
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_reached(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_the_results_so_far(tmp_path: Path) -> None:
     with training(tmp_path) as (process, wait_for):
         wait_for('tokens/s')
         process.send_signal(signal.SIGINT)
@@ -159,7 +159,7 @@ def test_ctrl_c_keeps_what_was_reached(tmp_path: Path) -> None:
     assert str(steps) in os.listdir(tmp_path / 'saved' / 'steps')
 
 
-# What a run does after the first Ctrl-C takes as long as the second needs.
+# After the first Ctrl-C, the run takes long enough for the second one.
 SLOW_TO_END = """
 import time
 from absl import app
@@ -265,7 +265,7 @@ def test_the_users_choice_of_devices_wins(environment: dict, count: int | None, 
 
 
 @pytest.mark.slow
-def test_compilers_say_nothing_where_their_devices_are_not() -> None:
+def test_compilers_are_quiet_without_devices() -> None:
     code = 'from examples.devices import choose_devices; choose_devices()'
     # Without the lock it would be quiet while another process has it.
     ended = run('', code=code, JAX_PLATFORMS='', ALLOW_MULTIPLE_LIBTPU_LOAD='1')
@@ -273,7 +273,7 @@ def test_compilers_say_nothing_where_their_devices_are_not() -> None:
 
 
 @pytest.mark.slow
-def test_too_few_devices_are_said_to_be() -> None:
+def test_too_few_devices_are_reported() -> None:
     code = 'from examples.devices import choose_devices; choose_devices(5)'
     ended = run('', code=code, JAX_NUM_CPU_DEVICES='2')
     assert '--devices 5: JAX sees only 2 here (cpu). Ask for 2 or fewer.' in ended.stderr
@@ -349,7 +349,7 @@ def test_bad_flags_end_the_program_with_a_friendly_error(
         ),
     ],
 )
-def test_a_mesh_that_cannot_be_is_refused(strategy: str, mesh: str, devices: int, message: str) -> None:
+def test_an_impossible_mesh_is_rejected(strategy: str, mesh: str, devices: int, message: str) -> None:
     with pytest.raises(app.UsageError) as error:
         settings.make_helper(STRATEGIES[strategy], mesh, jax.devices()[:devices])
     assert str(error.value) == message
@@ -422,7 +422,7 @@ def test_a_table_of_meshes(mesh: str | None, devices: int, expected: str | None)
         ),
     ],
 )
-def test_a_table_without_the_mesh_is_refused(mesh: str, message: str) -> None:
+def test_a_table_without_the_mesh_is_rejected(mesh: str, message: str) -> None:
     options = dataclasses.replace(OPTIONS, mesh=mesh)  # a batch of 16 is not divisible by 3
     with pytest.raises(app.UsageError) as error:
         mesh_choice.choose_mesh(options, STRATEGIES['fsdp_tp'], jax.devices()[:6])
@@ -430,7 +430,7 @@ def test_a_table_without_the_mesh_is_refused(mesh: str, message: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_search_finds_a_mesh_over_which_all_divides() -> None:
+def test_a_search_finds_a_mesh_that_divides_all_dimensions() -> None:
     model = ModelConfig(width=48, layers=1, heads=4, kv_heads=2)
     options = dataclasses.replace(OPTIONS, model=model, batch_size=12, sequence_length=32, mesh='search')
     # Of fsdp=6, fsdp=3 with tp=2, and tp=3 or 6, the heads leave the first two.
@@ -438,7 +438,7 @@ def test_a_search_finds_a_mesh_over_which_all_divides() -> None:
     assert result in ('fsdp=6,tp=1', 'fsdp=3,tp=2')
 
 
-def test_settings_that_do_not_fit_are_refused_all_at_once() -> None:
+def test_all_invalid_settings_are_reported_at_once() -> None:
     model = dataclasses.replace(OPTIONS.model, heads=3, dropout=1.0)
     options = dataclasses.replace(OPTIONS, batch_size=6, model=model)
     with pytest.raises(app.UsageError) as error:
@@ -455,7 +455,7 @@ def test_settings_that_do_not_fit_are_refused_all_at_once() -> None:
     ]
 
 
-def test_what_does_not_divide_into_stages_is_refused() -> None:
+def test_indivisible_stages_are_rejected() -> None:
     options = dataclasses.replace(OPTIONS, model=dataclasses.replace(OPTIONS.model, layers=3))
     strategy = in_stages(STRATEGIES['fsdp_tp'], 2, microbatches=5)
     with pytest.raises(app.UsageError) as error:
@@ -483,7 +483,7 @@ def test_the_default_settings_fit_every_strategy() -> None:
         (b'short', '5 bytes are too few for sequences of 128. The last tenth is the validation text'),
     ],
 )
-def test_text_that_cannot_be_used_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
+def test_unusable_text_is_rejected(content: bytes | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / 'text.txt'
     if content is not None:
         path.write_bytes(content)
@@ -493,7 +493,7 @@ def test_text_that_cannot_be_used_is_refused(content: bytes | None, message: str
     assert message in str(error.value)
 
 
-def test_validation_text_is_the_last_tenth_and_nothing_of_it_is_trained_on() -> None:
+def test_validation_text_is_the_last_tenth_and_is_not_trained_on() -> None:
     corpus = data.load_corpus([], sequence=128)
     size = len(corpus.train) + len(corpus.validation)
     assert 300_000 < size < 600_000

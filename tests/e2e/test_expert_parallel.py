@@ -50,7 +50,7 @@ def gradient_of(layer):
 @pytest.mark.slow
 @each_mesh
 @pytest.mark.parametrize('favour', [0.0, 3.0], ids=['balanced', 'one expert too full'])
-def test_values_and_gradients_are_those_of_one_device(helper, favour, params, tokens):
+def test_values_and_gradients_match_one_device(helper, favour, params, tokens):
     tokens[:, 0] = 1.0
     params['router'][0, 5] += favour
     on_one = jax.jit(functools.partial(expert_parallel.expert_layer, groups=8))
@@ -71,7 +71,7 @@ def test_tokens_are_sent_there_and_back_and_nothing_else(helper, params, tokens)
     there_and_back = {'expert': 2}
     assert_collectives(forward, params, tokens, all_to_all=there_and_back, all_reduce=0, **NOTHING_ELSE)
     both_ways = helper.sjit(gradient_of(layer), in_shardings=(PARAMS, TOKENS), out_shardings=(PARAMS, TOKENS))
-    # The gradients of what several devices hold are sums: the router's of all, an expert's along dp.
+    # Gradients of replicated parameters are reduced: the router's over all devices, an expert's along dp.
     sums = {('dp', 'expert'): 1, 'dp': 2} if helper.mesh.shape['dp'] > 1 else {'expert': 1}
     expected = {'all_to_all': only(helper, {'expert': 4}), 'all_reduce': only(helper, sums)}
     assert_collectives(both_ways, params, tokens, **expected, **NOTHING_ELSE)
@@ -99,9 +99,9 @@ def test_another_axis_splits_the_experts_themselves(params, tokens):
 
 
 @pytest.mark.medium
-def test_every_place_is_taken_once_and_first_choices_come_first(params, tokens):
+def test_every_capacity_slot_is_used_once_and_first_choices_come_first(params, tokens):
     tokens[:, 0] = 1.0
-    params['router'][0, 5] += 100.0  # everybody wants expert 5 most
+    params['router'][0, 5] += 100.0  # all tokens prefer expert 5
     places, weights = expert_parallel.route(params['router'], tokens)
     capacity = places.shape[-1]
     assert capacity == 20  # 64 tokens, 2 choices, 8 experts, a quarter more than needed
@@ -113,15 +113,15 @@ def test_every_place_is_taken_once_and_first_choices_come_first(params, tokens):
 
 
 @pytest.mark.slow
-def test_a_token_without_a_place_gets_nothing(params, tokens):
-    tokens = np.tile(tokens[:1], (64, 1))  # all want the same two experts
+def test_a_token_beyond_the_capacity_gets_zeros(params, tokens):
+    tokens = np.tile(tokens[:1], (64, 1))  # all tokens choose the same two experts
     result = expert_parallel.expert_layer(params, tokens, groups=1)
     assert (np.abs(result[:20]).sum(axis=-1) > 0).all()
     assert (np.asarray(result[20:]) == 0).all()
 
 
 @pytest.mark.slow
-def test_main_says_what_is_sent(capsys):
+def test_main_prints_its_communication(capsys):
     assert expert_parallel.main(tokens=64) < 1e-5
     there_and_back = [
         f'  1 x all-to-all along expert, 12,288 bytes, {way}' for way in ('forward', 'backward')
@@ -136,7 +136,7 @@ def test_main_says_what_is_sent(capsys):
 
 
 @pytest.mark.medium
-def test_what_does_not_divide_is_refused():
+def test_indivisible_dimensions_are_rejected():
     with pytest.raises(app.UsageError) as error:
         expert_parallel.main(tokens=97)
     assert str(error.value) == '--tokens 97 is not a multiple of 8 devices.'

@@ -30,7 +30,7 @@ def mesh(fsdp, tp):
     'framework',
     [name if name == 'equinox' else pytest.param(name, marks=pytest.mark.slow) for name in FRAMEWORKS],
 )
-def test_losses_are_those_of_one_device_also_when_a_run_goes_on(framework, tmp_path):
+def test_losses_of_a_continued_run_match_one_device(framework, tmp_path):
     its = program(framework)
     expected, _ = train(its, mesh(1, 1), CORPUS, 4)
     first, _ = train(its, mesh(4, 2), CORPUS, 2, tmp_path / 'run')

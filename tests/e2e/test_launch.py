@@ -19,8 +19,8 @@ LAUNCH = ROOT / 'examples' / 'launch'
 PAGE = ROOT / 'docs' / 'multihost.md'
 IDS = re.compile(r'^launcher: process (\d) has id (\d+)$', re.MULTILINE)
 
-# Counts its starts in a file; says which process it is. The programs print one text at a time: what print()
-# is given piece by piece, processes that share an output write in between one another.
+# Counts its starts in a file, and prints its process index. Programs write each message at once, because
+# processes that share an output interleave the pieces of a print().
 HEAD = """
 import os, signal, sys, time
 me, path = int(os.environ['JAX_PROCESS_ID']), os.environ['COUNT'] + os.environ['JAX_PROCESS_ID']
@@ -92,7 +92,7 @@ time.sleep(600)
 
 @pytest.mark.medium
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_reaches_all_and_nothing_starts_again(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_reaches_all_processes_and_nothing_restarts(number: signal.Signals, tmp_path: Path) -> None:
     with started(launch(SAVES), env=[{'COUNT': str(tmp_path / 'count')}]) as launcher:
         for index in range(2):
             launcher.wait_for(f'ready {index}')
@@ -120,12 +120,12 @@ def test_who_does_not_end_is_ended(tmp_path: Path) -> None:
         for index in range(2):
             launcher.wait_for(f'ready {index}')
         launcher.processes[0].terminate()
-        assert launcher.wait() == (130,)  # the program itself would sleep longer than that waits
+        assert launcher.wait() == (130,)  # the program would sleep longer than this waits
         assert 'launcher: still running after the request to end: killed' in launcher.output()
         assert_all_gone(launcher)
 
 
-def test_a_second_interrupt_waits_for_nobody(tmp_path: Path) -> None:
+def test_a_second_interrupt_exits_at_once(tmp_path: Path) -> None:
     code = (
         'signal.signal(signal.SIGTERM, lambda *_: print(f"asked {me}", flush=True))\n'
         'print(f"ready {me}", flush=True)\ntime.sleep(600)'
@@ -160,7 +160,7 @@ def test_a_program_is_needed() -> None:
         assert launcher.output() == text
 
 
-# --- A part is lost, and the others go on --------------------------------------------------------
+# --- Some processes are lost, and the others continue --------------------------------------------
 
 # Each of three processes prints how many processes there are and how long ago one was lost. All have printed
 # it before anything happens. Each line is one write: otherwise the lines of three processes mix.
@@ -267,7 +267,7 @@ def test_a_lost_process_does_not_come_back(
         assert_all_gone(launcher)
 
 
-# --- Schedulers that are not here ----------------------------------------------------------------
+# --- Absent schedulers ----------------------------------------------------------------------------
 
 
 def of_page(language: str, containing: str) -> str:
@@ -403,7 +403,7 @@ SCP = 'gcloud compute tpus tpu-vm scp '
         ('srun', 'srun', [1], 1, ['srun']),
     ],
 )
-def test_scripts_start_again_what_failed(
+def test_scripts_restart_failed_runs(
     script: str, starter: str, codes: list[int], expected: int, calls: list[str], tmp_path: Path
 ) -> None:
     """The stand-ins for the schedulers' commands exit with these codes in turn."""
@@ -424,7 +424,7 @@ def test_scripts_start_again_what_failed(
     )
 
 
-def test_the_jobset_of_the_page_says_which_process_is_which() -> None:
+def test_the_jobset_of_the_page_numbers_its_processes() -> None:
     spec, job, pods, container = jobset(of_page('yaml', 'JobSet'))
     env = {entry['name']: entry for entry in container['env']}
     assert list(env) == ['JAX_COORDINATOR_ADDRESS', 'JAX_NUM_PROCESSES', 'JAX_PROCESS_ID', 'SCALAX_RUN_TOKEN']

@@ -28,7 +28,7 @@ SAMPLER = MeshShardingHelper([2, 2, 2], ['data', 'kv', 'q'])
 SAMPLE_RULE = weight_rule(None, ('kv', 'q'), 'kv')
 TOKENS = np.random.default_rng(0).integers(0, 256, (8, 64))
 
-# Of LlamaForCausalLM in transformers 5.24, in float32, for TOKENS[0, [0, 31, 63]] and the first four bytes.
+# Logits of LlamaForCausalLM in transformers 5.24, float32, for TOKENS[0, [0, 31, 63]] and four bytes.
 TRANSFORMERS_LOGITS = [
     [-0.5652, 0.3995, -2.1294, -1.8974],
     [1.0685, -0.3118, 1.6523, -0.3856],
@@ -59,7 +59,7 @@ def test_load_stacks_and_transposes_the_tensors_of_all_files(folder: Path) -> No
 
 
 @pytest.mark.medium
-def test_logits_are_those_of_transformers(folder: Path) -> None:
+def test_logits_match_transformers(folder: Path) -> None:
     params = load(TRAINER, folder, dtype=None)
     config = DecoderConfig.read(folder)
     logits = TRAINER.sjit(

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.processes import Running, compiled, started
 
-# The training, held where HELD says: in 'save:0/3' is process 0 of 3, before it writes its part of a step.
+# The training, stopped at HELD: 'save:0/3' stops process 0 of 3 before it writes its part of a step.
 HELD = """
 import os, time
 from absl import app
@@ -127,7 +127,7 @@ def test_processes_are_killed_in_a_step_in_a_save_and_in_a_restore(
 
 
 @pytest.mark.slow
-def test_silent_processes_are_given_up(tmp_path: Path, text: Path, undisturbed: np.ndarray) -> None:
+def test_runs_continue_without_silent_processes(tmp_path: Path, text: Path, undisturbed: np.ndarray) -> None:
     table = '8: fsdp=4,tp=2; 6: fsdp=3,tp=2; 4: fsdp=4'
     output = lose(
         tmp_path, text, ['step12:1/4', 'save:0/3'], signal.SIGSTOP, '--strategy=fsdp_tp', f'--mesh={table}'

@@ -32,13 +32,13 @@ def named(helper: MeshShardingHelper, spec: PartitionSpec, **options: Any) -> Na
     return NamedSharding(helper.mesh, spec, **options)
 
 
-# --- What it carries -------------------------------------------------------------------------------
+# --- Features --------------------------------------------------------------------------------------
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize('helper', [AUTO, EXPLICIT], ids=['auto', 'explicit'])
 @pytest.mark.parametrize('spec', [P(('a', 'b')), P(('b', 'a')), P(None, ('b', 'a')), P(('a',), 'b')])
-def test_tuples_of_axes_lie_in_their_order(helper: MeshShardingHelper, spec: PartitionSpec) -> None:
+def test_tuples_of_axes_are_ordered(helper: MeshShardingHelper, spec: PartitionSpec) -> None:
     placed = helper.shard(NUMBERS, spec)
     expected = NamedSharding(helper.mesh, spec).devices_indices_map((8, 8))
     assert {shard.device: shard.index for shard in placed.addressable_shards} == expected
@@ -95,7 +95,7 @@ def test_equality_and_hashing(helper: MeshShardingHelper) -> None:
     resolved = helper.match_sharding_rule(specs, [NUMBERS] * 4)
     assert len(set(resolved)) == len({id(sharding) for sharding in resolved}) == 1
     assert resolved[0] == named(helper, P('a'))
-    # What is equal, compiles nothing anew and is no mismatch.
+    # Equal shardings compile nothing again, and are not a mismatch.
     again = MeshShardingHelper([4, 2], ['a', 'b'], axis_types=helper.axis_types)
     step = helper.sjit(lambda x: 2 * x, in_shardings=P('a'))
     assert step(again.shard(NUMBERS, P('a', None))).shape == (8, 8)
@@ -109,7 +109,7 @@ def test_abstract_meshes(helper: MeshShardingHelper) -> None:
     sharding = abstract.match_sharding_rule(P('a', 'b'), NUMBERS)
     assert sharding == NamedSharding(mesh, P('a', 'b'))
     assert isinstance(sharding.mesh, AbstractMesh)
-    # A sharding of the abstract mesh is a rule for the mesh with devices, and the other way round.
+    # A sharding on the abstract mesh is a rule for the mesh with devices, and vice versa.
     assert helper.shard(NUMBERS, sharding).sharding == named(helper, P('a', 'b'))
     assert abstract.match_sharding_rule(named(helper, P('b')), NUMBERS) == NamedSharding(mesh, P('b'))
 
@@ -128,7 +128,7 @@ def test_unreduced_axes() -> None:
     rule = P('a', unreduced={'b'})
     out = EXPLICIT.sjit(matmul, in_shardings=specs, out_shardings=rule)(NUMBERS, NUMBERS)
     assert out.sharding.spec.unreduced == {'b'}
-    for rules in (None, rule):  # as an argument, and reduced where a constraint says so
+    for rules in (None, rule):  # as an argument, and reduced by a constraint
         reduce_sum = EXPLICIT.sjit(lambda x: with_sharding_constraint(x, P('a')), in_shardings=rules)
         np.testing.assert_allclose(reduce_sum(parts), NUMBERS @ NUMBERS)
         assert_collectives(reduce_sum, parts, all_reduce={'b': 1})
@@ -148,7 +148,7 @@ def test_reduced_axes() -> None:
     def loss(w, x):
         return jnp.einsum('ij,kj->ik', x, w).sum()
 
-    # The gradient of what is reduced comes as parts of a sum: one collective at the end, if at all.
+    # The gradient of a reduced value is a partial sum: at most one collective at the end.
     grad = EXPLICIT.sjit(jax.grad(loss), in_shardings=(P(None, None, reduced={'b'}), P('b')))
     assert grad(NUMBERS, NUMBERS).sharding.spec.unreduced == {'b'}
 
@@ -163,7 +163,7 @@ def test_specs_with_reductions_are_resolved_and_reported(spec: PartitionSpec) ->
     assert (row.spec, row.bytes_per_device) == (spec, 64)
 
 
-# --- What it checks --------------------------------------------------------------------------------
+# --- Checks ----------------------------------------------------------------------------------------
 
 TREE = {
     'layer': {'up': jax.ShapeDtypeStruct((8, 8), jnp.float32)},
@@ -348,7 +348,7 @@ def test_any_array_is_made_unreduced(make_array: Callable[[], Any]) -> None:
     np.testing.assert_array_equal(reduce_sum(x), x)
 
 
-def test_one_place_has_the_value_and_the_others_zeros() -> None:
+def test_one_device_has_the_value_and_the_others_zeros() -> None:
     placed = EXPLICIT.shard(NUMBERS + 1, P(unreduced={'a'}))
     blocks = np.stack([np.asarray(shard.data) for shard in placed.addressable_shards])
     np.testing.assert_array_equal(blocks.sum(axis=0), 2 * (NUMBERS + 1))  # two copies, along 'b'
@@ -373,11 +373,11 @@ def test_blocks_of_unreduced_arrays_are_parts_of_sums(make_array: Callable[[], A
 
     mapped = EXPLICIT.shard_map(total, UNREDUCED, P('a'))
     np.testing.assert_array_equal(mapped(x), summed)
-    for rule in (UNREDUCED, P('b')):  # what comes as something else is made so inside
+    for rule in (UNREDUCED, P('b')):  # arguments with another sharding are converted inside
         step = EXPLICIT.sjit(mapped, in_shardings=rule, on_mismatch='reshard')
         np.testing.assert_array_equal(step(x), summed)
     parts = EXPLICIT.shard(x, UNREDUCED)
-    np.testing.assert_array_equal(EXPLICIT.shard_map(total, None, P('a'))(parts), summed)  # as its type says
+    np.testing.assert_array_equal(EXPLICIT.shard_map(total, None, P('a'))(parts), summed)  # like its type
     assert set(kinds) == {'float32[2,8]{V:a, U:b}'}
     same = EXPLICIT.shard_map(lambda block: block, UNREDUCED, UNREDUCED)(parts)
     assert jax.typeof(same).sharding.spec.unreduced == {'b'}
@@ -400,14 +400,14 @@ def test_complex_numbers_are_not_made_unreduced() -> None:
         '  (the leaf itself): complex64[8, 8]',
         '    complex numbers cannot be placed as terms of a sum',
     ]
-    for array, what in (
+    for array, kind in (
         (1j * NUMBERS, 'complex numbers'),
         (jax.random.split(jax.random.key(0), 8), 'PRNG keys'),
     ):
         step = EXPLICIT.sjit(lambda x: with_sharding_constraint(x, P('a', unreduced={'b'})))
-        with pytest.raises(ShardingError, match=f'{what} cannot be placed as terms of a sum'):
+        with pytest.raises(ShardingError, match=f'{kind} cannot be placed as terms of a sum'):
             step(array)
-    # Sums of them are made as any others.
+    # They are reduced like other sums.
     parts = EXPLICIT.sjit(matmul, in_shardings=(P('a', 'b'), P('b')))(1j * NUMBERS, NUMBERS)
     np.testing.assert_array_equal(EXPLICIT.gather(parts), 1j * NUMBERS @ NUMBERS)
 

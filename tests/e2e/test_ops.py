@@ -70,13 +70,13 @@ PRINTED = {
 @pytest.mark.medium
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize('name', PRINTED)
-def test_what_it_prints(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_its_output(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module(f'examples.ops.{name}').main()
     printed = [line.strip() for line in capsys.readouterr().out.strip().splitlines()]
     assert printed == [line.strip() for line in PRINTED[name].strip().splitlines()]
 
 
-# --- The loss at full size, on TPUs that are not here ----------------------------------------------
+# --- The loss at full size, on absent TPUs ---------------------------------------------------------
 
 ROWS, WIDTH, VOCABULARY = 4096, 2048, 131_072
 
@@ -99,7 +99,7 @@ def test_no_device_holds_the_logits_of_its_rows() -> None:
     plan = plan_on_tpus(AxisType.Explicit)
     logits = ROWS // 2 * VOCABULARY * 4
     assert plan.memory.temporaries < 0.6 * logits
-    # Behind the vocabulary: maxima, sums, labels and the gradient of the hidden state; no logits.
+    # After the vocabulary matmul: maxima, sums, labels, the gradient of the hidden state, but no logits.
     assert plan.totals['tp',]['all-reduce'] < 2 * ROWS * WIDTH * 4
     assert set(plan.totals) == {('data',), ('tp',)}
 
@@ -107,7 +107,7 @@ def test_no_device_holds_the_logits_of_its_rows() -> None:
 @pytest.mark.medium
 @tpu_compiler.needed
 @pytest.mark.parametrize('quick', [True, False])
-def test_over_auto_axes_the_compiler_of_tpus_is_not_told(quick: bool) -> None:
+def test_plans_over_auto_axes_are_errors(quick: bool) -> None:
     """A quick plan would count gathers of global arrays instead of reaching the compiler's error."""
     with pytest.raises(PlanError, match='has an operation with custom_partitioning, which') as raised:
         plan_on_tpus(AxisType.Auto, quick=quick)

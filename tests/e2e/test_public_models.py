@@ -1,4 +1,4 @@
-"""Models of other projects that examples train unchanged: losses equal those of one device."""
+"""Models of other projects that examples train unchanged: their losses equal those of one device."""
 
 import importlib
 
@@ -11,7 +11,7 @@ MODELS = [('mamba_nnx', 'mamba2_jax'), ('vit_equinox', 'equimo')]
 
 @pytest.mark.medium
 @pytest.mark.parametrize(('example', 'package'), MODELS)
-def test_losses_are_those_of_one_device(
+def test_losses_match_one_device(
     example: str, package: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip(package, reason=f'{package} is not installed')

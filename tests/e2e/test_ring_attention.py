@@ -38,7 +38,7 @@ def loss(attend, inputs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('helper', HELPERS.values(), ids=HELPERS)
-def test_values_and_gradients_are_those_of_one_device(helper, rng):
+def test_values_and_gradients_match_one_device(helper, rng):
     qkv = inputs(rng)
     attend = ring_attention.sharded_attention(helper)
     on_all = helper.sjit(lambda qkv: attend(*qkv), in_shardings=SEQUENCES)
@@ -50,7 +50,7 @@ def test_values_and_gradients_are_those_of_one_device(helper, rng):
 
 
 @pytest.mark.slow
-def test_nothing_is_sent_but_around_the_ring(rng):
+def test_only_the_ring_communicates(rng):
     qkv = inputs(rng)
     for helper in (HELPERS['auto'], HELPERS['explicit'], HELPERS['two axes']):
         attend = ring_attention.sharded_attention(helper)
@@ -59,7 +59,7 @@ def test_nothing_is_sent_but_around_the_ring(rng):
         permutes = {'sp': 2 * steps}  # keys, values
         assert_collectives(forward, qkv, collective_permute=permutes, **NOTHING_ELSE)
         gradient = helper.sjit(jax.grad(functools.partial(loss, attend)), in_shardings=SEQUENCES)
-        permutes = {'sp': 2 * steps + 4 * steps + 2}  # and with them their gradients, which also go home
+        permutes = {'sp': 2 * steps + 4 * steps + 2}  # and their gradients, which also return home
         assert_collectives(gradient, qkv, collective_permute=permutes, **NOTHING_ELSE)
 
 
@@ -85,7 +85,7 @@ BATCHES, HEADS = P('dp', 'sp'), P(None, 'sp', 'dp')
         pytest.param(AxisType.Explicit, BATCHES, id='batches-explicit', marks=pytest.mark.slow),
     ],
 )
-def test_what_is_split_along_another_axis_stays_split(types, spec, rng):
+def test_shards_along_another_axis_stay_sharded(types, spec, rng):
     qkv = inputs(rng)
     helper = MeshShardingHelper([2, 4], ['dp', 'sp'], axis_types=types)
     attend = ring_attention.sharded_attention(helper)
@@ -144,7 +144,7 @@ def test_the_future_is_not_seen(rng):
 
 
 @pytest.mark.slow
-def test_main_says_what_is_sent(capsys):
+def test_main_prints_its_communication(capsys):
     assert ring_attention.main(sequence=64) < 1e-5
     assert capsys.readouterr().out.splitlines() == [
         ' 30 x collective-permute along sp, 32,768 bytes, backward',
@@ -152,7 +152,7 @@ def test_main_says_what_is_sent(capsys):
     ]
 
 
-def test_what_does_not_divide_is_refused():
+def test_indivisible_dimensions_are_rejected():
     with pytest.raises(app.UsageError) as error:
         ring_attention.main(sequence=97)
     assert str(error.value) == '--sequence 97 is not a multiple of 8 devices.'

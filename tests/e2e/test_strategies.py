@@ -99,8 +99,8 @@ def assert_placed(trainer: Trainer, state: TrainState) -> None:
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (path, leaf.sharding, sharding)
 
 
-# On eight devices; with fewer, the same code runs with other sizes of axes. zero2 places the state as zero1
-# does, and the gradients too; fsdp_tp_sp splits all that fsdp_tp does, which trains with dropout below.
+# On eight devices; with fewer, the same code runs with other sizes of axes. zero2 shards the state like
+# zero1, and the gradients too; fsdp_tp_sp includes the shardings of fsdp_tp, which trains with dropout below.
 RUNS = [
     *((name, 8) for name in STRATEGIES if name not in ('zero1', 'fsdp_tp')),
     pytest.param('zero1', 8, marks=pytest.mark.slow),
@@ -131,12 +131,12 @@ def test_training_repeats_the_unsharded_run(
     if devices == 8:
         evaluation = trainer.sequence_losses(state.params, trainer.to_devices(batches()[0]))
         np.testing.assert_allclose(evaluation, unsharded_evaluation(), rtol=1e-5)
-    # XLA says so where two shardings that meet can only be reconciled by copying a whole array.
+    # XLA warns if it can only convert between two shardings by replicating an array.
     assert 'Involuntary full rematerialization' not in capfd.readouterr().err
 
 
 @pytest.mark.slow
-def test_what_is_drawn_at_random_does_not_depend_on_the_sharding() -> None:
+def test_random_values_do_not_depend_on_the_sharding() -> None:
     trainer = make_trainer('fsdp_tp', 8, DROPOUT)
     _, losses = train(trainer, trainer.init(jax.random.key(SEED)))
     np.testing.assert_allclose(losses, unsharded(DROPOUT)[0], rtol=1e-5)
@@ -217,7 +217,7 @@ EXPECTED = {
 @pytest.mark.medium
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize('name', STRATEGIES)
-def test_state_is_born_where_one_would_write_by_hand(name: str) -> None:
+def test_state_is_created_with_the_hand_written_shardings(name: str) -> None:
     trainer = make_trainer(name, 8)
     leaves = path_to_leaf(trainer.init(jax.random.key(SEED)))
     for path, (spec, part) in EXPECTED[name].items():
@@ -236,7 +236,7 @@ def test_batch_is_split_over_the_data_axes_alone(name: str) -> None:
     np.testing.assert_array_equal(batch, batches()[0])
 
 
-def test_no_device_ever_holds_a_whole_state_that_is_split() -> None:
+def test_no_device_ever_holds_an_unsharded_state() -> None:
     trainer = make_trainer('fsdp', 8)
     memory = trainer.init.lower(jax.random.key(SEED)).compile().memory_analysis()
     state = jax.eval_shape(make_init(MODEL, make_optimizer(OPTIMIZER)), jax.random.key(SEED))
@@ -245,7 +245,7 @@ def test_no_device_ever_holds_a_whole_state_that_is_split() -> None:
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES.values(), ids=STRATEGIES)
-def test_strategies_name_what_the_model_names(strategy: Strategy) -> None:
+def test_strategies_bind_the_names_of_the_model(strategy: Strategy) -> None:
     assert set(strategy.activations) <= set(ACTIVATIONS)
     assert set(strategy.data_axes) <= set(strategy.mesh)
     assert list(strategy.mesh.values()).count(-1) == 1

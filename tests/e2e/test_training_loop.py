@@ -1,4 +1,4 @@
-"""The program of docs/training_loop.md on two processes: the losses are those that the page shows."""
+"""The program of docs/training_loop.md on two processes: its losses are the losses on the page."""
 
 import re
 from pathlib import Path
@@ -34,6 +34,6 @@ def test_two_processes_train_as_one_does_and_only_the_first_prints(tmp_path: Pat
     shown = {step: float(loss) for step, loss in EVALUATED.findall(PAGE)}
     assert losses.keys() == {'0', '20'}
     for step, loss in losses.items():
-        assert abs(loss - shown[step]) < 0.1, step  # of bfloat16, whose sums differ by their order
+        assert abs(loss - shown[step]) < 0.1, step  # bfloat16 sums depend on their order
     assert (tmp_path / 'checkpoints' / '20').exists()
     assert len(list((tmp_path / 'profile').rglob('*.xplane.pb'))) == 1

@@ -28,8 +28,8 @@ SMALL = [
 ]
 TEXT = 'the quick brown fox jumps over the lazy dog; ' * 100
 LAUNCH = ['-m', 'examples.launch.local', '--processes=2', '--devices=2', '--']
-# The training, which waits at each step that the file GATE does not allow yet: what comes of a disturbance
-# then depends on no machine's speed.
+# The training waits at each step until the file GATE allows it, so the effect of a fault does not depend on
+# the speed of the machine.
 PACED = """
 import os, time
 from pathlib import Path
@@ -85,7 +85,7 @@ class Gate:
     def open(self, step: int = 10**6) -> None:
         new = self._path.with_suffix('.new')
         new.write_text(str(step))
-        new.replace(self._path)  # whole, whenever it is read
+        new.replace(self._path)  # complete whenever it is read
 
 
 def losses(output: Path) -> np.ndarray:
@@ -121,7 +121,7 @@ def is_said(launcher: Running, text: str, within_s: float) -> bool:
 
 
 @pytest.mark.slow
-def test_kills_and_sigterm_and_another_number_of_processes_give_the_losses_of_one(
+def test_losses_after_kills_sigterm_and_resizing_match_one_process(
     tmp_path: Path, text: Path, undisturbed: np.ndarray
 ) -> None:
     saved = tmp_path / 'checkpoints'
@@ -137,8 +137,8 @@ def test_kills_and_sigterm_and_another_number_of_processes_give_the_losses_of_on
         launcher.wait_for('resumed   after step 18')
         gate.open(20)
         launcher.wait_for(re.compile('(waits at 21.*){2}', re.DOTALL))
-        os.kill(ids(launcher)[1], signal.SIGTERM)  # one process hears of it; all stop
-        # JAX looks for signals once a second, and nine quick steps take less.
+        os.kill(ids(launcher)[1], signal.SIGTERM)  # one process gets the signal; all stop
+        # JAX checks for signals once a second, and nine quick steps take less.
         for step in range(21, 27):
             gate.open(step)
             if is_said(launcher, 'Told to end', within_s=3):
@@ -149,7 +149,7 @@ def test_kills_and_sigterm_and_another_number_of_processes_give_the_losses_of_on
     assert text_of_it.count('launcher: a process ended') == text_of_it.count('a process ended with') == 2
     assert re.findall(r'resumed   after step (\d+)', text_of_it) == ['9', '18']
     [step] = re.findall(r'Told to end: saved after step (\d+)', text_of_it)
-    assert int(step) < 27  # saved because it was told to end
+    assert int(step) < 27  # saved because of the signal
     assert not (tmp_path / 'numbers.json').exists()
     # On one process now, and on other devices.
     program = train(tmp_path, text, *flags)
@@ -260,7 +260,7 @@ def test_grain_gives_each_process_its_rows_of_the_same_batches() -> None:
 
 
 @pytest.mark.medium
-def test_grain_goes_on_at_the_batch_behind_its_state() -> None:
+def test_grain_continues_at_the_batch_after_its_state() -> None:
     batches = [batch['label'] for batch in numbers(slice(0, 4))]
     for count in range(6):
         first, again = numbers(slice(0, 4)), numbers(slice(0, 4))

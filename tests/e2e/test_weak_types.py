@@ -113,7 +113,7 @@ CALLS: dict[str, Callable[[Path, MeshShardingHelper, Any], Any]] = {
 @pytest.mark.medium
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize('call', CALLS)
-def test_a_state_comes_back_with_its_types(tmp_path: Path, training: Any, call: str) -> None:
+def test_a_state_keeps_its_types(tmp_path: Path, training: Any, call: str) -> None:
     helper, state, step = training
     assert types(state)['step'] == ((), 'int32', True)
     assert types(state)['decay'] == ((8,), 'float32', True)

@@ -184,7 +184,7 @@ def test_names_of_boxes_that_a_rule_cannot_use(helper, snapshot):
 
 @pytest.mark.parametrize('box', ['with_partitioning', 'with_logical_partitioning'])
 def test_axis_names_count_where_flax_names_too_few_dimensions(helper, box):
-    """Attention kernels: flax reshapes what is in the box, and keeps the names."""
+    """Attention kernels: flax reshapes the array in the box, and keeps the names."""
     nn = import_or_skip('flax.linen')
     init = getattr(nn, box)(nn.initializers.lecun_normal(), ('embed', 'kv'))
 
@@ -240,7 +240,7 @@ def test_only_pairs_that_name_every_dimension_count_before_a_box(helper):
     assert helper.match_sharding_rule(rest.stacked(1), few).value.spec == P(None, 'fsdp', 'tp')
     many = nn.Partitioned(
         jnp.zeros(16), names=('embed', 'mlp')
-    )  # a statistic under the names of its parameter
+    )  # a statistic with the names of its parameter
     named = LogicalAxisShardingRule({'embed': 'fsdp', 'mlp': 'tp'}, [('', 'mlp')])
     assert helper.match_sharding_rule(named, many).value.spec == P('tp')
 

@@ -226,7 +226,7 @@ def test_unknown_options_are_rejected_at_once(function, option, hint):
 
 @pytest.mark.parametrize('option', ['donate_argnums', 'batch_argnums', 'static_argnums'])
 @pytest.mark.parametrize('position', [-3, 2, 'x', 1.5])
-def test_positions_are_those_of_the_function(option, position):
+def test_positions_refer_to_the_function(option, position):
     def call(model, x):
         return model(x)
 
@@ -464,7 +464,7 @@ def test_replacing_by_an_equal_object_is_a_change(change):
         outputs = [step(model, rows(8)) for _ in range(3)]  # an odd number of exchanges
         after = [model.up, model.up.kernel, model.down.kernel, model.other.kernel]
         same = [[new is old for old in before] for new in after]
-        # The caller's own references keep what they had.
+        # The caller's references keep their values.
         unchanged = [np.array_equal(old, value) for old, value in zip(before[1:], values, strict=True)]
         results.append((same, unchanged, outputs))
     expected, result = results

@@ -236,7 +236,7 @@ def test_calls_have_their_jaxpr_with_their_operands(name: str) -> None:
 
 
 @pytest.mark.parametrize('prevents', [True, False])
-def test_checkpoints_say_whether_they_prevent_cse(prevents: bool) -> None:
+def test_checkpoints_have_prevent_cse(prevents: bool) -> None:
     def fun(x: Any) -> Any:
         return jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)), prevent_cse=prevents)(x).sum()
 

@@ -211,7 +211,7 @@ def test_each_function_has_a_contract(path: Path) -> None:
 
 
 @pytest.mark.parametrize('path', ROOM, ids=lambda path: path.stem)
-def test_each_docstring_says_what_the_function_relies_on(path: Path) -> None:
+def test_each_docstring_names_the_behavior_that_the_function_relies_on(path: Path) -> None:
     of_all = ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or ''
     if 'relies on' not in of_all:
         assert [name for name, text in asked(path).items() if 'Relies on' not in text] == []

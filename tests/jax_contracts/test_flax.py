@@ -36,7 +36,7 @@ def test_named_arrays_of_haliax() -> None:
 
 
 @pytest.mark.parametrize('node', [X, {'w': X}, P('names'), 1.0])
-def test_other_nodes_are_no_boxes(node: Any) -> None:
+def test_other_nodes_are_not_boxes(node: Any) -> None:
     assert not of.is_box(node)
 
 
@@ -54,7 +54,7 @@ def test_modules_whose_structure_changes_in_a_compiled_function() -> None:
         module = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
         kernel = module.kernel
         graph, state = nnx.split({0: module})
-        with nnx.update_context('inside'):  # apart from the one outside, as in a call whose trace is cached
+        with nnx.update_context('inside'):  # not the outer one, as in a cached trace
             with nnx.merge_context('inside', inner=True) as context:
                 copy = context.merge(graph, state)[0]
             copy.tied, copy.mode, copy.added = copy.kernel, 'changed', nnx.Param(X)

@@ -87,23 +87,23 @@ def test_the_jaxpr_of_a_step() -> None:
 
 
 @pytest.mark.parametrize('interpret', [True, False])
-def test_kernels_say_whether_they_are_interpreted(interpret: bool) -> None:
+def test_kernels_have_an_interpret_parameter(interpret: bool) -> None:
     with contract('says whether a kernel is interpreted', 'to leave such a one to the compiler'):
         assert kernels.is_interpreted(equation_of(interpret=interpret)) is interpret
 
 
 STEPS = {
-    # what a kernel does: arguments of `kernel`, whether its grid can be split over devices
+    # behaviour of a kernel: arguments of `kernel`, whether its grid can be split over devices
     'each step has a block': ({}, True),
     'all steps have one result': ({'in_spec': WHOLE, 'out_spec': WHOLE}, False),
     'a step asks for its number': ({'body': numbered}, False),
 }
 
 
-@pytest.mark.parametrize('what', STEPS)
-def test_which_grids_can_be_split(what: str) -> None:
-    options, expected = STEPS[what]
-    with contract(f'shows where of a kernel {what}', PURPOSE):
+@pytest.mark.parametrize('case', STEPS)
+def test_which_grids_can_be_split(case: str) -> None:
+    options, expected = STEPS[case]
+    with contract(f'shows where of a kernel {case}', PURPOSE):
         assert kernels.can_split_grid(equation_of(**options), 0, 2) is expected
 
 

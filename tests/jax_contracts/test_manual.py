@@ -193,7 +193,7 @@ def test_dimensions_that_a_collective_keeps(name):
     assert not has_effects(equation)
 
 
-def test_a_shard_map_says_its_axes_and_specs():
+def test_axes_and_specs_of_a_shard_map():
     mesh = AbstractMesh((4, 2), ('a', 'b'), axis_types=(AxisType.Auto,) * 2)
     for axes in (None, {'a'}):
         mapped = jax.shard_map(
@@ -326,7 +326,7 @@ def test_jaxprs_in_named_tuples_are_replaced():
     assert seen
 
 
-def test_reshards_of_constants_say_nothing():
+def test_reshards_of_constants_are_not_noops():
     def moved(x):
         return jax.sharding.reshard(x, PartitionSpec())
 
@@ -347,7 +347,7 @@ def test_bits_depend_on_their_indices(dtype, shape):
         np.testing.assert_array_equal(actual, np.split(every, 2)[block])
 
 
-def test_whose_bits_depend_on_their_indices():
+def test_which_generators_have_bits_that_depend_on_indices():
     def of(impl, shape=()):
         key = jax.random.key(0, impl=impl)
         jaxpr = jax.make_jaxpr(lambda key: jax.random.bits(key, shape))(key)

@@ -67,14 +67,14 @@ INDIVISIBLE = {
 }
 
 
-@pytest.mark.parametrize('what', INDIVISIBLE)
-def test_message_of_an_indivisible_dimension(what: str) -> None:
+@pytest.mark.parametrize('case', INDIVISIBLE)
+def test_message_of_an_indivisible_dimension(case: str) -> None:
     mesh = jax.make_mesh((8,), ('x',), axis_types=(AxisType.Explicit,))
     with contract(
-        f'says "divide" or "divisible" of {what} that does not', 'to rule candidates of a search out'
+        f'says "divide" or "divisible" of {case} that does not', 'to rule candidates of a search out'
     ):
         with pytest.raises(Exception) as caught:
-            INDIVISIBLE[what](NamedSharding(mesh, P('x')))
+            INDIVISIBLE[case](NamedSharding(mesh, P('x')))
         assert error_texts.is_indivisible(caught.value)
 
 

@@ -50,9 +50,9 @@ class Waiting:
 
 @pytest.mark.medium
 @pytest.mark.parametrize('in_a_thread', [False, True])
-def test_the_last_program_runs_after_those_whose_results_were_dropped(in_a_thread: bool) -> None:
+def test_the_last_program_runs_after_programs_with_dropped_results(in_a_thread: bool) -> None:
     waiting = Waiting()
-    fence_program(waiting.devices)().block_until_ready()  # compiled: what takes time below is the wait
+    fence_program(waiting.devices)().block_until_ready()  # compiled, so that only the wait takes time below
     last = threading.Thread(target=lambda: fence_program(waiting.devices)().block_until_ready(), daemon=True)
     try:
         with contract('runs programs of a device in their order', 'to wait at exit for what was dropped'):

@@ -66,7 +66,7 @@ user_context = jax.make_user_context('none')
 
 
 @pytest.mark.parametrize('name', CONTEXTS)
-def test_the_trace_of_nothing_is_kept_by_the_trace_context(name: str) -> None:
+def test_the_trace_context_does_not_keep_traces_alive(name: str) -> None:
     with contract(
         'keeps one trace of a function that does nothing for each trace context', 'to tell calls apart'
     ):

@@ -38,7 +38,7 @@ def test_a_sharding_of_a_spec(spec, ndim, expected):
     assert of_sharding(NamedSharding(mesh, spec), ndim) == expected
 
 
-def test_an_array_of_which_no_sharding_is_known_is_unsharded():
+def test_an_array_of_unknown_sharding_is_unsharded():
     assert of_sharding(None, 3) == UNSHARDED
 
 

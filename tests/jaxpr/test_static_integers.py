@@ -35,7 +35,7 @@ def fold(fun, *arguments, iotas=False):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('name', sorted(ELEMENTWISE & INTEGER_OPS.keys()))
-def test_operations_are_those_of_jax(name):
+def test_operations_match_jax(name):
     def fun(x, y):
         return getattr(lax, name)(x) if name in UNARY else FUNCTIONS.get(name, getattr(lax, name, None))(x, y)
 
@@ -61,7 +61,7 @@ def test_numbers_of_elements():
     assert fold(fun, (X.shape, X)) is None
 
 
-def test_integers_of_iterations_are_not_those_of_elements():
+def test_integers_per_iteration_differ_from_integers_per_element():
     iterations = np.arange(6, dtype=np.int32)
     np.testing.assert_array_equal(fold(lambda i: i * 2 + 1, ((), iterations)), iterations * 2 + 1)
     assert fold(lambda i, x: i + x, ((), iterations), (X.shape, X)) is None

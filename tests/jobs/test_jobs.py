@@ -157,7 +157,7 @@ def test_processes_that_send_different_trees(monkeypatch: pytest.MonkeyPatch) ->
     helper = MeshShardingHelper([8], ['fsdp'])
 
     def send(sender: Sender) -> None:
-        with contextlib.suppress(TransferError):  # that it was closed
+        with contextlib.suppress(TransferError):  # it was closed
             sender.send({'w': jax.device_put(np.arange(8))})
 
     with contextlib.ExitStack() as stack:
@@ -292,7 +292,7 @@ def test_receive_without_waiting() -> None:
     np.testing.assert_array_equal(got['w'], np.arange(8))
 
 
-def test_nothing_listens() -> None:
+def test_no_sender_listens() -> None:
     helper = MeshShardingHelper([8], ['fsdp'])
     with held_port() as port, pytest.raises(TransferError) as error:
         receive(helper, f'127.0.0.1:{port}', PartitionSpec(), wait=1)

@@ -265,7 +265,7 @@ def test_a_thousand_connections(sender: Sender, caplog: pytest.LogCaptureFixture
         strangers = [stack.enter_context(connected(sender)) for _ in range(1000)]
         assert (
             threading.active_count() - before <= 2 * listener.MAX_UNAUTHENTICATED
-        )  # some of which are ending
+        )  # some of them are ending
         assert_served(sender)
         told = [len(rest_of(stranger)) for stranger in strangers]
     assert set(told) <= {0, GREETING} and told.count(GREETING) >= listener.MAX_UNAUTHENTICATED

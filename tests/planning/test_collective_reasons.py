@@ -84,7 +84,7 @@ def test_scopes_exclude_the_indices_of_collectives():
     assert not any('scalax(' in scope.scope for row in plan_of().collectives for scope in row.scopes)
 
 
-def test_a_collective_that_lost_its_name_has_no_reason_of_another_one():
+def test_a_collective_without_a_name_gets_no_reason_of_its_neighbor():
     """The TPU compiler fuses a reduction and drops its name, next to a collective that has one."""
     reasons = {5: 'gradient of params/up'}
     neighbour = types.SimpleNamespace(op_name='jit(step)/scalax(gradient, 5)/reduce_scatter')

@@ -17,7 +17,7 @@ HELPER = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
 X = jax.ShapeDtypeStruct((8, 8), 'float32')
 
 
-def test_the_compiler_speaks_first_and_then_we(snapshot):
+def test_the_compiler_error_comes_before_the_advice(snapshot):
     def step(x):
         return jax.ffi.ffi_call('nobody_knows_this', X)(x)
 
@@ -29,7 +29,7 @@ def test_the_compiler_speaks_first_and_then_we(snapshot):
     assert isinstance(raised.value.__cause__, jax.errors.JaxRuntimeError)
 
 
-def test_a_compiler_is_left_at_once():
+def test_ctrl_c_interrupts_a_compiler_at_once():
     """Python does not receive Ctrl-C while a compiler runs in its main thread."""
     released, threads = threading.Event(), []
 
@@ -68,7 +68,7 @@ def test_a_compiler_sees_the_settings_of_its_caller():
 
 
 @pytest.mark.parametrize('platform', ['gpu', 'cpu'])
-def test_a_compiler_for_gpus_without_models_of_kernels_is_asked_without_them(platform):
+def test_a_gpu_compiler_without_kernel_models_is_retried_without_them(platform):
     """It compiles again, and the second error is raised."""
     asked = []
 
@@ -112,7 +112,7 @@ def test_arguments_without_shapes(snapshot):
         HELPER.plan(lambda batch: batch, {'rows': object(), 'names': 'text', 'x': X})
 
 
-def test_whose_option_is_it(snapshot):
+def test_errors_name_the_source_of_an_option(snapshot):
     def step(x, quick=False):
         return x
 
@@ -135,7 +135,7 @@ def test_a_mesh_that_a_slice_cannot_hold(topology, dims, snapshot):
 
 
 @tpu_compiler.needed
-def test_a_mesh_that_does_not_lie_on_whole_axes():
+def test_a_mesh_that_does_not_cover_entire_torus_axes():
     with pytest.raises(MeshError) as raised:
         MeshShardingHelper.from_topology('v5p:4x4x4', [8, 8], ['fsdp', 'tp'])
     assert str(raised.value).startswith(

@@ -102,7 +102,7 @@ ABOUT = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize('name', PROGRAMS)
-def test_flops_are_those_of_the_function(name):
+def test_flops_match_the_function(name):
     plan = recorded_plan(name)
     assert plan.device_cost.kernels == 0
     if name in ABOUT:
@@ -139,7 +139,7 @@ def test_buffers_at_the_peak_have_sources(name):
 @pytest.mark.slow
 @gpu_compiler.needed
 @pytest.mark.parametrize('name', ['product h100', 'fsdp h100', 'stencil h100', 'offloaded h100'])
-def test_the_recordings_are_what_the_compiler_makes(name):
+def test_the_recordings_match_the_compiler(name):
     if recorded(name).versions['jax'] != jax.__version__:
         pytest.skip('each compiler has its own memory')
     new, recorded_before = made_plan(name), recorded_plan(name)
@@ -216,7 +216,7 @@ print(helper.plan(step, jax.ShapeDtypeStruct((256, 256), 'bfloat16')).flags)
 @pytest.mark.medium
 @gpu_compiler.needed
 @pytest.mark.parametrize(('kind', 'modelled'), [('a100', False), ('h100', True), ('b200', True)])
-def test_gpus_whose_kernels_xla_has_no_models_of_are_planned_without_a_schedule(kind, modelled):
+def test_gpus_without_kernel_models_are_planned_without_a_schedule(kind, modelled):
     helper = MeshShardingHelper.from_topology(f'{kind}:2', [2], ['x'])
     step = helper.sjit(lambda x: jnp.tanh(x @ x), in_shardings=P('x'), out_shardings=P('x'))
     plan = helper.plan(step, array(4096, 4096))
@@ -236,7 +236,7 @@ def test_a_program_that_does_not_fit():
 
 @pytest.mark.medium
 @gpu_compiler.needed
-def test_a_product_of_other_types():
+def test_a_matmul_of_other_types():
     helper = MeshShardingHelper.from_topology('h100:1', [1], ['x'])
     for dtype in ('float32', 'float8_e4m3fn', 'int8', 'complex64'):
         operands = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((512, 256), (256, 1024))]
@@ -248,7 +248,7 @@ def test_a_product_of_other_types():
 
 
 @pytest.mark.parametrize(('space', 'moved'), [(0, 2), (1, 2), (2, 2), (5, 1)])
-def test_all_memory_but_that_of_the_host_is_that_of_the_device(space, moved):
+def test_all_memory_except_host_memory_is_device_memory(space, moved):
     text = f"""HloModule made, is_scheduled=true
 
 ENTRY %main (x: f32[256]) -> f32[256] {{
@@ -319,7 +319,7 @@ def test_attention_of_cudnn(asked, pairs):
 
 
 @pytest.mark.parametrize('asked', [{'mask': 'PADDING'}, {'mask': 'PADDING_CAUSAL'}, {'packed': 2}])
-def test_attention_to_rows_whose_lengths_are_data_is_at_most_that_of_full_rows(asked):
+def test_attention_with_dynamic_lengths_counts_at_most_full_rows(asked):
     work = device_cost_of(parse(attention(**asked)))
     pairs = np.tri(6, 8) if 'CAUSAL' in asked.get('mask', '') else np.ones((6, 8))
     assert (work.flops, work.exactness) == (2 * 2 * 3 * int(pairs.sum()) * (16 + 32), Exactness.AT_MOST)
@@ -447,7 +447,7 @@ ENTRY %main (x: f32[250], b: pred[]) -> f32[250] {{
     assert times == {('less', 'some'): ('all-gather', 4), ('more', 'moved'): ('all-to-all', 8)}
 
 
-def test_switches_that_add():
+def test_reducing_switches():
     """476 GB/s for an all-reduce, https://github.com/NVIDIA/nccl-tests/issues/290: faster than a ring."""
     assert 450e9 < 476e9 < bus_bandwidth('all-reduce', H100) == pytest.approx(450e9 * 2 * 7 / 9)
     assert by_nccl('all-reduce', 2**33, 'h100') == pytest.approx(476e9, rel=0.01)
@@ -458,7 +458,7 @@ def test_switches_that_add():
     ]
 
 
-def test_two_devices_gain_nothing_of_switches_that_add():
+def test_two_devices_do_not_gain_from_reducing_switches():
     positions = [DevicePosition(0)] * 2
     assert busy('all-reduce', H100, positions) == busy(
         'all-reduce', dataclasses.replace(H100, switches_add=False), positions
@@ -484,7 +484,7 @@ def test_nccl_expects_no_less_than_the_roofline(kind, domains, devices):
     ('name', 'devices', 'bandwidth'),
     [('h100', 8, 40e9 * 0.85), ('b200', 8, 80e9 * 0.74), ('b200', 2, None), ('h100', 4, None)],
 )
-def test_channels_of_switches_that_add(name, devices, bandwidth):
+def test_channels_of_reducing_switches(name, devices, bandwidth):
     """A device sends twice over its channel: 9 times 40 GB/s are less than 371. Few devices use rings."""
     size, target = 2.0**33, TARGETS[name]
     links = target.links * {9: 20.6e9, 10: 40.1e9}[target.capability[0]]
@@ -493,7 +493,7 @@ def test_channels_of_switches_that_add(name, devices, bandwidth):
     assert size / nccl_seconds('all-reduce', size, route, target, None, True) == pytest.approx(rate, 0.01)
 
 
-def test_arrays_of_some_kilobytes_between_hosts_do_not_take_a_protocol_for_the_smallest():
+def test_kilobytes_between_hosts_do_not_use_the_protocol_for_the_smallest_arrays():
     """LL reaches 20.4 GB/s through host memory, and LL128 nine tenths of the rate of eight cards."""
     hosts = Route(4, 8, 32, ())
     seconds = [
@@ -510,20 +510,20 @@ def test_arrays_of_some_kilobytes_between_hosts_do_not_take_a_protocol_for_the_s
     assert seconds == pytest.approx([of_ll, of_ll128])
 
 
-def test_trees_reach_a_part_of_their_bandwidth_with_arrays_of_megabytes():
+def test_trees_reach_half_of_their_bandwidth_with_one_megabyte():
     """Half of it at 1 MiB on eight hosts, with protocol LL128: 120 of 128 bytes are data."""
     seconds = nccl_seconds('all-reduce', 2**20, Route(64, 1, 64, ()), TARGETS['h100'], 5e10, True)
     assert seconds == pytest.approx(14e-6 + 12 * 8.5e-6 + 2**21 / (5e10 * 0.92 * 15 / 16 * 0.6))
 
 
-def test_small_all_reduces_take_trees_and_others_take_rings():
+def test_small_all_reduces_use_trees_and_large_ones_use_rings():
     """On 64 hosts a tree has six levels, and a ring has 63 steps."""
     small = {kind: 8 / by_nccl(kind, 8.0, 'h100', 1, 64, 5e10) for kind in ('all-gather', 'all-reduce')}
     assert small['all-reduce'] < small['all-gather']
     assert by_nccl('all-reduce', 2**34, 'h100', 1, 64, 5e10) == pytest.approx(50e9, rel=0.02)
 
 
-def test_exchanges_and_permutes_are_no_rings():
+def test_all_to_alls_and_permutes_are_not_rings():
     route = Route(1, 8, 8, ())
     for kind in ('all-to-all', 'collective-permute', 'ragged-all-to-all'):
         assert nccl_seconds(kind, 1e9, route, TARGETS['h100'], None, True) is None
@@ -570,7 +570,7 @@ def test_note_about_other_hardware(gathered):
     assert 'not compiled for mine' in gathered.roofline(hardware).not_compiled_for
 
 
-def test_compilers_for_gpus_refuse_nothing(gathered):
+def test_gpu_compilers_never_report_out_of_memory(gathered):
     """Therefore the plan compares memory with the GPU's."""
     assert gathered.memory.limit == 80e9
     assert gathered.fits is True

@@ -172,7 +172,7 @@ def test_shared_specs_of_gpus(kind):
 
 
 @pytest.mark.parametrize(('kind', 'gpus'), GPU_KINDS.items())
-def test_hosts_of_topologies_are_those_of_the_hardware(kind, gpus):
+def test_hosts_of_topologies_match_the_hardware(kind, gpus):
     entry = HARDWARE[kind]
     assert (entry.torus_axes, entry.chips_per_host) == (0, gpus.gpus_per_host)
     assert (entry.chips_per_slice or entry.chips_per_host) == gpus.gpus_per_domain

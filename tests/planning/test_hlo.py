@@ -219,7 +219,7 @@ UP = 'op_name="jit(f)/annotation(up)/sin"'
         ('', '', Source()),
     ],
 )
-def test_the_source_is_that_of_the_partitioned_program_if_it_has_one(partitioned, optimized, source):
+def test_the_source_comes_from_the_partitioned_program(partitioned, optimized, source):
     """In the optimized program a collective may have the line of another one that it was merged with."""
 
     def module(metadata):
@@ -400,7 +400,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(('text', 'message'), REFUSED.values(), ids=REFUSED)
-def test_refused(text, message):
+def test_rejected_programs(text, message):
     with pytest.raises(PlanError) as error:
         collectives(parse(text), MESH)
     assert str(error.value) == message

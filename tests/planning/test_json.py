@@ -25,7 +25,7 @@ def plan_on(dims, rule, width=64):
 RULE = FSDPShardingRule('fsdp', min_fsdp_size=1)
 
 
-def test_a_plan_comes_back(tmp_path):
+def test_a_plan_survives_a_round_trip(tmp_path):
     plan = plan_on([4, 2], RULE)
     path = tmp_path / 'plan.json'
     path.write_text(plan.to_json())

@@ -24,7 +24,7 @@ def ran(request):
     return json.loads(lzma.decompress(request.param.read_bytes()))
 
 
-def test_they_took_as_much_memory_as_is_planned(ran):
+def test_measured_memory_matches_the_plan(ran):
     """*decoder-3b* was measured without preallocation, where the allocator rounds up."""
     memory = assigned_memory(read_layout(MemoryTables(*ran['tables']), one_memory=True))
     assert memory.total == pytest.approx(ran['peak_bytes'], rel=0.004)
@@ -32,7 +32,7 @@ def test_they_took_as_much_memory_as_is_planned(ran):
 
 
 @pytest.mark.medium
-def test_they_took_about_as_long_as_their_schedule(ran):
+def test_measured_times_match_the_schedule(ran):
     h100 = HARDWARE['h100']
     schedule = schedule_of(
         parse(ran['optimized'], True), h100.flops_per_second, h100.hbm_bytes_per_second, math.inf, {}

@@ -133,7 +133,7 @@ def test_memory_is_that_of_the_layout():
     assert (memory.total, memory.total - memory.peak) == (26112, 1536)  # two gaps
 
 
-def test_on_gpus_all_but_the_memory_of_the_host_is_one():
+def test_on_gpus_all_spaces_except_host_memory_are_device_memory():
     """Collectives use a separate memory space there: here 4 KiB, as long as the loop runs."""
     live = LIVE.replace('    one{}:0-9\n', '    one{}:0-9\n    fast{}:3-8\n')
     apart, together = (

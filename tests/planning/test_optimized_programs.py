@@ -86,7 +86,7 @@ def test_collectives_have_causes(name: str) -> None:
     assert moved(tuple(row for row in rows if row.source.file or row.source.operand)) >= 0.95 * moved(rows)
 
 
-def test_sums_that_are_added_first_are_reduced_once() -> None:
+def test_partial_sums_that_are_added_first_are_reduced_once() -> None:
     for topology in ('v5e', 'v5p'):
         [row] = rows_of(f'two_products {topology}')
         assert (row.kind, row.axes, row.count, row.bytes) == ('all-reduce', ('tp',), 1, 8192 * 8192 // 2 * 2)

@@ -209,7 +209,7 @@ def test_phase_of_collectives_that_move_loop_state():
     assert {row.phase for row in inference.collectives} == {'other'}
 
 
-def test_a_loop_in_a_call_is_of_the_part_of_the_call():
+def test_a_loop_in_a_call_has_the_phase_of_the_call():
     """Names inside a call are relative to the call's, and moves of loop state have no name."""
     text = """HloModule m, num_partitions=2
 

@@ -75,7 +75,7 @@ def test_sends_have_the_line_of_the_loop():
 
 
 @pytest.mark.medium
-def test_idle_computing_is_not_the_models():
+def test_flops_of_idle_stages_are_not_model_flops():
     forward, backward = plan().pipelines
     assert (forward.flops, backward.flops) == (LAYERS * PRODUCT, 2 * LAYERS * PRODUCT)
     without = plan(None)

@@ -423,7 +423,7 @@ def test_dict():
     assert read['mesh'] == {'fsdp': 4, 'tp': 2}
 
 
-def test_arguments_that_lie_somewhere_are_planned_as_they_lie():
+def test_sharded_arguments_are_planned_with_their_shardings():
     x = HELPER.shard(np.ones((64, 4), np.float32), P('fsdp'))
     plan = HELPER.plan(lambda x: x.sum(0), x)
     assert rows(plan) == {('all-reduce', ('fsdp',)): (1, 4 * F32)}
@@ -534,7 +534,7 @@ def test_errors():
         abstract.plan(step, leaf(3))
 
 
-def test_long_names_of_axes_leave_the_lines_as_wide_as_they_may_be():
+def test_long_axis_names_keep_lines_within_the_width():
     """The columns before the source column are wider than the page."""
     names = ('a' * 40, 'b' * 40)
     helper = MeshShardingHelper([4, 2], names)

@@ -48,7 +48,7 @@ def test_notations_of_groups(text, expected):
 
 
 @pytest.mark.parametrize('text', ['{{0,1},{2,x}}', '[4,2]<=[9]', "mesh['a'=4] {'a'} more", 'all'])
-def test_unknown_groups_are_refused(text):
+def test_unknown_groups_are_rejected(text):
     with pytest.raises((AssertionError, ValueError)):
         replica_groups(text)
 
@@ -204,7 +204,7 @@ def test_two_collectives_of_one_channel_are_two():
     assert result.collectives == {('all-gather', ('a',)): (2, 8 * KIB)}
 
 
-def test_the_middle_of_a_collective_alone_is_refused():
+def test_the_middle_of_a_collective_alone_is_rejected():
     with pytest.raises(AssertionError, match='not the first of its fusions'):
         counts(
             """
@@ -341,7 +341,7 @@ BRANCHES = (
 )
 
 
-def test_of_branches_the_largest_counts():
+def test_the_largest_branch_counts():
     """2 KiB in two all-reduces are more than 1.5 KiB; matmuls are those of the other branch."""
     entry = """
         %p = f32[256] parameter(0)
@@ -482,7 +482,7 @@ def test_kernels_with_metadata_over_several_lines():
         '%x = f32[256] all-reduce(%p), replica_groups={}',
     ],
 )
-def test_unknown_operations_are_refused(line):
+def test_unknown_operations_are_rejected(line):
     with pytest.raises((AssertionError, KeyError)):
         counts(f'%p = f32[256] parameter(0)\n{line}\nROOT %z = f32[256] copy(%p)')
 

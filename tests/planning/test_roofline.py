@@ -210,7 +210,7 @@ def test_loading_weights():
     assert (roofline.bottleneck, roofline.compute) == ('hbm', 0)
 
 
-def test_a_product_is_bound_by_computing_above_240_tokens():
+def test_a_matmul_is_compute_bound_above_240_tokens():
     """roofline.md, "Matrix multiplication": B > 1.97e14 / 8.2e11 = 240, where B is much less than D and F."""
     helper = MeshShardingHelper([8], ['X'])
     for batch, bound in [(200, 'hbm'), (300, 'compute')]:
@@ -295,7 +295,7 @@ def test_mesh_axes_that_share_links_add_up():
     assert dataclasses.replace(roofline, communication=(*rows[3:], *rows[3:])).bottleneck == 'dcn:data'
 
 
-def test_an_all_reduce_of_which_each_keeps_its_part():
+def test_an_all_reduce_whose_result_is_sharded():
     def step(x, y):
         return x.T @ y
 

@@ -73,7 +73,7 @@ def line(axis, length, stride=1):
     return TorusSegment(axis, length, ring=False, stride=stride)
 
 
-def test_places():
+def test_device_positions():
     assert positions_of([Device([1, 2, 0], 1, 7)]) == (DevicePosition(0, (1, 2, 0), 1),)
     assert positions_of([SliceDevice((1, 2, 0), slice_index=3)]) == (DevicePosition(3, (1, 2, 0)),)
     assert positions_of([Plain(5)]) == (DevicePosition(5),)
@@ -222,7 +222,7 @@ def test_other_forms_share_the_box_around_them(coords, segments, sharing):
     assert result == Route(1, len(coords), len(coords), segments, sharing)
 
 
-def test_unlike_chips():
+def test_different_chips():
     group = [DevicePosition(0, (0, 0), 0), DevicePosition(0, (0, 0), 1), DevicePosition(0, (1, 0), 0)]
     with pytest.raises(PlanError) as error:
         route_of(group, Torus((16, 4), 2, (True, False)), 'tp')
@@ -231,7 +231,7 @@ def test_unlike_chips():
     )
 
 
-def test_unlike_slices():
+def test_different_slices():
     group = [DevicePosition(0, (0, 0)), DevicePosition(0, (1, 0)), DevicePosition(1, (0, 0))]
     with pytest.raises(PlanError) as error:
         route_of(group, Torus((16, 4), 1, (True, False)), 'tp')
@@ -244,7 +244,7 @@ def test_unlike_slices():
 # --- Absent devices -------------------------------------------------------------------------------
 
 
-def test_places_on_a_torus():
+def test_device_positions_on_a_torus():
     mesh = {'data': 2, 'fsdp': 16, 'tp': 4}
     positions = positions_on_torus({'tp': 4, 'fsdp': (4, 4)}, mesh, V5P)
     assert len(set(positions)) == 128

@@ -282,7 +282,7 @@ def test_tables_in_an_unknown_form_leave_the_compilers_figures(monkeypatch):
     assert (plan.memory.peak, plan.buffers) == (stats.peak_memory_in_bytes, ())
 
 
-def test_arguments_that_nobody_uses_and_shardings_that_nobody_asked_for():
+def test_unused_arguments_and_unspecified_shardings():
     over = v5e()
     wide = array(1 << 18, 1 << 17)
 
@@ -347,7 +347,7 @@ def test_slices_talk_over_the_data_centres_network():
     [([('x', 16)], 1), ([('x', 2), ('y', 8)], 8)],
     ids=['one chip sends', 'all chips send'],
 )
-def test_a_permute_between_slices_is_one(axes, senders):
+def test_a_permute_between_slices_is_charged_once(axes, senders):
     """One of 24 iterations: both networks are used at the same time, and each is charged once.
 
     The chips of a v5e:2x4 belong to one host, and share its network.
@@ -410,7 +410,7 @@ def test_one_device():
 
 
 @pytest.mark.medium
-def test_a_plan_comes_back_from_its_json(tmp_path):
+def test_a_plan_survives_a_round_trip_through_json(tmp_path):
     path = tmp_path / 'plan.json'
     path.write_text(refused().to_json())
     assert Plan.load(path) == refused()
@@ -421,7 +421,7 @@ def test_a_plan_comes_back_from_its_json(tmp_path):
 
 @pytest.mark.parametrize('hurried', [True, False])
 @pytest.mark.parametrize('wrapped', [lambda fun: fun, jax.jit])
-def test_steps_without_shardings_are_refused(wrapped, hurried, snapshot):
+def test_steps_without_shardings_are_rejected(wrapped, hurried, snapshot):
     def product(x):
         return x @ x
 
@@ -431,9 +431,9 @@ def test_steps_without_shardings_are_refused(wrapped, hurried, snapshot):
 
 @pytest.mark.medium
 def test_flags_of_the_environment_are_shown(monkeypatch):
-    mine = '--xla_tpu_enable_async_all_to_all=true'  # read when the compiler starts, so it has no effect here
-    monkeypatch.setenv('LIBTPU_INIT_ARGS', f'{mine} --xla_tpu_use_enhanced_launch_barrier=true')
+    flag = '--xla_tpu_enable_async_all_to_all=true'  # read when the compiler starts, so it has no effect here
+    monkeypatch.setenv('LIBTPU_INIT_ARGS', f'{flag} --xla_tpu_use_enhanced_launch_barrier=true')
     helper = MeshShardingHelper.from_topology('v5e:2x2', [4], ['x'])
     step = helper.sjit(lambda x: x * 2, in_shardings=P('x'), out_shardings=P('x'))
     plan = helper.plan(step, jax.ShapeDtypeStruct((8, 128), 'float32'), quick=True)
-    assert plan.flags == (mine,) and f'compiled with {mine}' in str(plan)
+    assert plan.flags == (flag,) and f'compiled with {flag}' in str(plan)

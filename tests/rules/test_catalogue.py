@@ -224,7 +224,7 @@ ENDS = {GEMMA: LLAMA, MIXTRAL: LLAMA, GPT2: GPT}
 def test_every_row_is_used(name):
     table = TABLES[name]
     paths = [path for of, path, _, _ in NAMES if of in (table, ENDS.get(table))]
-    if name == 'GPT2':  # what is not of GPT-2 in GPT
+    if name == 'GPT2':  # names in GPT that GPT-2 does not have
         paths += [f'attn/{key}_proj/weight' for key in ('key', 'out')]
     first = {next(n for n, (regex, _) in enumerate(table) if re.search(regex, path)) for path in paths}
     assert [regex for n, (regex, _) in enumerate(table) if n not in first] == []
@@ -346,7 +346,7 @@ def test_axes_that_a_table_does_not_use_may_be_the_same():
     assert spec_of(LLAMA, 'mlp/up', 8, 8, fsdp='expert') == P('expert', 'tp')
 
 
-def test_own_rows_go_first():
+def test_a_users_rows_come_first():
     assert spec_of((('q_proj', P('tp', None)), *LLAMA), 'q_proj/kernel', 8, 8) == P('tp', None)
 
 
@@ -482,7 +482,7 @@ def test_wrong_arguments_of_activations(layout, arguments, message):
 
 
 @pytest.mark.parametrize('layout', [TENSOR_PARALLEL, SEQUENCE_PARALLEL])
-def test_the_names_of_a_layout_are_those_of_the_example(layout):
+def test_the_names_of_a_layout_match_the_example(layout):
     """A name that the model does not use would warn, and a warning or a wrong rank is an error."""
     helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
     config = ModelConfig(width=32, layers=2, heads=4, kv_heads=2)

@@ -226,7 +226,7 @@ def test_experts_are_sharded_over_their_own_axis(name, stacked):
 @pytest.mark.medium
 @pytest.mark.sampled(7)
 @IN_EACH_LAYOUT
-def test_what_is_replicated_is_small(name, stacked):
+def test_replicated_leaves_are_small(name, stacked):
     replicated = sum(math.prod(row.shape) * 2 for row in rows(name, stacked) if not axes_of(row.spec))
     assert replicated < 10 * MB
 

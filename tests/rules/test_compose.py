@@ -67,7 +67,7 @@ def last_on_tp(path, leaf):
 
 
 class FirstOnTp(ShardingRule):
-    """A user's rule, which answers every leaf."""
+    """A user's rule that has an answer for every leaf."""
 
     def __eq__(self, other):
         return type(other) is FirstOnTp
@@ -150,12 +150,12 @@ def test_spec_after_and(second, expected):
 @pytest.mark.parametrize(
     ('rule', 'expected'),
     [
-        (NO_ANSWER | STRICT_MISS, 'error'),  # nobody answers: the last rule's own default
+        (NO_ANSWER | STRICT_MISS, 'error'),  # no answer: the default of the last rule
         (STRICT_MISS | NO_ANSWER, P()),
         (NO_ANSWER & STRICT_MISS, 'error'),
         (NO_ANSWER & NO_ANSWER, P()),
-        ((NO_ANSWER & STRICT_MISS) | P('tp'), P('tp')),  # nobody in the brackets answers
-        ((STRICT_MISS & FSDP) | P('tp'), 'error'),  # strict before & is an error, wherever it stands
+        ((NO_ANSWER & STRICT_MISS) | P('tp'), P('tp')),  # no answer in the brackets
+        ((STRICT_MISS & FSDP) | P('tp'), 'error'),  # strict before & is always an error
         ((STRICT_MISS | P('tp')) & FSDP, P('tp', 'fsdp')),
         (FSDP & (STRICT_MISS | P(None, 'tp')), P('fsdp', 'tp')),
         ((STRICT_MISS | NO_ANSWER) & P('tp'), P('tp')),
@@ -178,11 +178,11 @@ def test_scalars_are_answered_by_regexes():
         (P('a', None), P(None, 'b'), 2, P('a', 'b')),
         (P(None, 'a'), P(('b',)), 2, P('b', 'a')),
         (P('a'), P('b', ('a', 'c')), 2, P('a', 'c')),
-        (P(U), P('b', 'c'), 2, P(U, 'c')),  # UNCONSTRAINED is no free dimension
+        (P(U), P('b', 'c'), 2, P(U, 'c')),  # UNCONSTRAINED is not a free dimension
         (P('a'), P(U, U), 2, P('a', U)),
-        (P(), P('a', 'b', 'c'), 2, P('a', 'b', 'c')),  # too long: for validation to name
+        (P(), P('a', 'b', 'c'), 2, P('a', 'b', 'c')),  # too long: validation reports it
         (P('a', 'b', 'c'), P(), 2, P('a', 'b', 'c')),
-        (P(), P('a', 'a'), 2, P('a', 'a')),  # a mistake of `above` is not mended in silence
+        (P(), P('a', 'a'), 2, P('a', 'a')),  # a mistake of `above` is not corrected silently
         (P('a', unreduced={'b'}), P(None, 'b'), 2, P('a', unreduced={'b'})),
         (P('a'), P(None, 'c', unreduced={'b', 'a'}), 2, P('a', 'c', unreduced={'b'})),
         (P('a'), P(reduced={'b'}), 2, P('a', reduced={'b'})),
@@ -198,11 +198,11 @@ def test_fill(below, above, rank, expected):
 @pytest.mark.parametrize(
     ('shape', 'first', 'second', 'expected'),
     [
-        ((8, 5), 'error', 'replicate', P('fsdp')),  # of the second rule's making: its policy
+        ((8, 5), 'error', 'replicate', P('fsdp')),  # added by the second rule: its policy
         ((8, 5), 'replicate', 'error', 'error'),
         ((6, 8), 'error', 'replicate', 'error'),
         ((6, 8), 'replicate', 'error', P(None, 'tp')),
-        ((6, 5), 'replicate', 'error', 'error'),  # of both: the stricter one
+        ((6, 5), 'replicate', 'error', 'error'),  # by both rules: the stricter policy
         ((6, 5), 'error', 'replicate', 'error'),
         ((6, 5), 'replicate', 'replicate', P()),
         ((6, 5), 'replicate', 'warn', 'warning'),
@@ -345,7 +345,7 @@ def test_or_is_associative_and_takes_the_first_answer(situation):
 
 
 @pytest.mark.medium
-@pytest.mark.filterwarnings('ignore::scalax.errors.UnshardedWarning')  # of drawn rules, some shard nothing
+@pytest.mark.filterwarnings('ignore::scalax.errors.UnshardedWarning')  # some of the drawn rules shard nothing
 @examples(300)
 @hypothesis.given(situations())
 def test_and_keeps_the_first_spec_and_its_result_is_valid(situation):

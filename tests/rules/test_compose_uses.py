@@ -225,7 +225,7 @@ def test_defaults_of_a_large_stack_cost_one_look(helper, monkeypatch):
     )
     tree = {f'w{i}': leaf(4, 2) for i in range(100)}
     assert set(specs(helper, FSDP.stacked(), tree).values()) == {P()}
-    assert seen == [100]  # the whole tree once
+    assert seen == [100]  # the entire tree, once
 
 
 # --- Memory ---------------------------------------------------------------------------------------

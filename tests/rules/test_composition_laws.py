@@ -61,7 +61,7 @@ class Resolver:
         return [(row.spec, row.memory_kind) for row in report.rows] if error is None else (str(error),)
 
     def own_rows(self, rule: Any) -> list[Row | None] | None:
-        """Returns the rows of a rule alone: None for leaves without an answer; None if it raises."""
+        """Returns the rows of a rule on its own: None for leaves without an answer, or if it raises."""
         rows = self(rule | EVERYWHERE)
         if isinstance(rows, tuple):
             return None
@@ -107,7 +107,7 @@ def test_or_takes_the_first_answer(situation: Situation) -> None:
 @pytest.mark.medium
 @examples(400)
 @hypothesis.given(situations(count=2))
-def test_and_fills_what_is_free(situation: Situation) -> None:
+def test_and_fills_free_dimensions(situation: Situation) -> None:
     a, b = rules_of(situation)
     resolve = Resolver(situation.mesh, situation.tree)
     never = FSDPShardingRule(a_mesh_axis(situation), min_fsdp_size=10**12)
@@ -185,7 +185,7 @@ SECOND_ON_C = Paths((('', P(None, 'c')),), policy='replicate')
         (And(FIRST_ON_A, And(SECOND_ON_C, Paths((('', P('b')),)))), (7, 8), P(None, 'c')),
     ],
 )
-def test_what_is_free_in_nested_compositions(term: Any, shape: tuple[int, ...], expected: P) -> None:
+def test_free_dimensions_in_nested_compositions(term: Any, shape: tuple[int, ...], expected: P) -> None:
     mesh = MeshSpec((2, 2, 2, 2), 'AAAA', None)
     tree = {'w': jax.ShapeDtypeStruct(shape, 'float32')}
     assert Resolver(mesh, tree)(make(term, mesh)) == [(expected, None)]

@@ -98,7 +98,7 @@ def test_one_mapping_serves_every_mesh(names, shape, laptop, pod):
         ('mlp embed', 'data tp', P('tp', None)),
         ('(mlp embed)', 'fsdp tp', P(('tp', 'fsdp'))),
         # Cases that the text below the table describes.
-        ('embed batch', 'data fsdp', P('fsdp', 'data')),  # no pair is free: what is left of the first
+        ('embed batch', 'data fsdp', P('fsdp', 'data')),  # no pair is free: the rest of the first pair
         ('mlp embed two', 'data fsdp tp pp', P('tp', 'fsdp', 'data')),  # the same, of two pairs
         ('unsharded', 'fsdp', P(None)),
         ('off embed', 'fsdp tp', P(None, 'fsdp')),  # None stops the search
@@ -282,7 +282,7 @@ def test_warnings_name_the_leaves_of_the_tree():
     ]
 
 
-def test_no_other_pair_is_tried_for_a_dimension_that_does_not_divide():
+def test_no_other_pair_is_tried_for_an_indivisible_dimension():
     pairs = [('a', 'y'), ('a', 'x'), ('b', 'x')]
     rule = LogicalAxisShardingRule(pairs, [('w', 'a b')], on_indivisible='warn')
     with pytest.warns(IndivisibleWarning) as caught:

@@ -71,7 +71,7 @@ def by_rank(path, leaf):
         ('count', (), P(), 'at most one element'),
         ('table', (8,), P(), 'does not belong to a parameter'),
         ('table', (8, 4), P(), 'does not belong to a parameter'),
-        ('mu/aw', (8,), P(), 'does not belong to a parameter'),  # keys are compared whole
+        ('mu/aw', (8,), P(), 'does not belong to a parameter'),  # entire keys are compared
         ('mu/w/codes', (128,), P(), 'does not belong to a parameter'),
         ('table', (2**20 - 1,), P(), 'does not belong to a parameter'),
     ],

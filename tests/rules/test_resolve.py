@@ -263,7 +263,7 @@ def with_policy(kind, policy):
 
 
 @pytest.mark.parametrize('kind', ['path', 'policy', 'spec', 'named sharding'])
-def test_policies_for_dimensions_that_do_not_divide(kind):
+def test_policies_for_indivisible_dimensions(kind):
     helper, rule = with_policy(kind, 'error')
     with pytest.raises(ShardingError) as error:
         helper.match_sharding_rule(rule, TREE)

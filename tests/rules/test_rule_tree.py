@@ -80,7 +80,7 @@ def test_rules_see_paths_that_start_at_their_subtree():
         (SingleDeviceSharding(jax.devices()[0]), False),
     ],
 )
-def test_what_counts_as_one_rule(value, expected):
+def test_which_values_are_one_rule(value, expected):
     assert is_rule(value) is expected
 
 
@@ -257,7 +257,7 @@ def test_messages_locate_different_static_fields(snapshot):
         match_subtrees(below, tree)
 
 
-def test_a_tree_in_place_of_rules_is_an_error_also_after_a_good_call():
+def test_a_tree_instead_of_rules_is_an_error_even_after_a_valid_call():
     tree, rules = {'a': X, 'b': X[0]}, {'a': P(), 'b': P()}
     HELPER.match_sharding_rule(rules, tree)
     with pytest.raises(StructureError, match='the wrong way round'):
@@ -265,7 +265,7 @@ def test_a_tree_in_place_of_rules_is_an_error_also_after_a_good_call():
 
 
 @pytest.mark.parametrize('tree', [P('data'), {'w': P('data')}])
-def test_rules_in_place_of_a_tree(tree):
+def test_rules_instead_of_a_tree(tree):
     with pytest.raises(ShardingError) as raised:
         HELPER.shard(tree, P())
     leaf = 'w' if isinstance(tree, dict) else '(the leaf itself)'

@@ -251,7 +251,7 @@ def test_policies_see_paths_and_leaves():
     assert seen == {
         'w': ((2, 3), 'float16'),
         'bias': ((4,), 'float32'),
-        'step': ((), 'int32'),  # as JAX would take it
+        'step': ((), 'int32'),  # as JAX accepts it
         'rate': ((), 'float32'),
         'on': ((), 'bool'),
     }
@@ -311,7 +311,7 @@ class LastDimension(ShardingRule):
         return jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), 'tp') if x.ndim else P(), pytree)
 
 
-def test_a_users_rule_serves_alone_nested_and_with_none_nodes():
+def test_a_users_rule_works_alone_nested_and_with_none_nodes():
     tree = {'w': np.zeros((2, 4)), 'none': None, 'b': np.zeros(4), 'step': 0}
     helper = MeshShardingHelper([2, 4], ['dp', 'tp'])
     expected = {'w': (2, 1), 'b': (1,), 'step': ()}

@@ -91,7 +91,7 @@ def test_arguments_and_outputs_count_together():
     assert message == f'<lambda>: {ALL_REPLICATED.format("p/")}'
 
 
-def test_no_dimension_divides():
+def test_no_dimension_is_divisible():
     [message] = in_shard(SMALL, {'w': np.zeros((99, 101), 'f'), 'b': np.zeros(4, 'f')})
     assert (
         '2 arrays replicated' in message

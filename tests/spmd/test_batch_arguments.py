@@ -118,7 +118,7 @@ def test_optional_batches():
     assert step.explain_propagation(W, X).axes == step.explain_propagation(W, y=X).axes == ('fsdp',)
 
 
-def test_rows_that_do_not_divide():
+def test_indivisible_batches():
     """The policy of the helper applies to explicit batches too, such as the last one of an epoch."""
     helper = MeshShardingHelper([8], ['fsdp'], on_indivisible='replicate')
     step = helper.sjit(layer, in_shardings=(P(), ROWS), batch_argnums=1)

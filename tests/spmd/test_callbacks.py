@@ -137,7 +137,7 @@ def test_nested_callbacks_are_probed_under_an_active_mesh():
     assert inside == callbacks_nest()
 
 
-def test_prints_are_those_of_one_device(capfd):
+def test_prints_match_one_device(capfd):
     def fun(w, x):
         y = jnp.tanh(x @ w)
         jax.debug.print('largest {:.4f} of {}', jnp.abs(x).max(), y.shape[0])
@@ -165,7 +165,7 @@ def test_partitioned_callbacks_run_on_every_device():
 
 
 @pytest.mark.skipif(callbacks_nest(), reason='this JAX runs them there')
-def test_with_other_axes_callbacks_need_a_new_jax():
+def test_callbacks_on_meshes_with_other_axes_need_a_new_jax():
     helper, spec = MESHES['hsdp and tp']
     step = helper.sjit(debugged, in_shardings=(P(), spec), batch_argnums=1)
     with pytest.warns(

@@ -205,7 +205,7 @@ GUARDED = {
 
 
 @pytest.mark.parametrize('name', GUARDED)
-def test_an_example_skips_what_it_skips_on_one_device(name):
+def test_an_example_skips_the_same_iterations_as_on_one_device(name):
     """Half of infinity is infinity."""
     x = np.where(np.arange(32)[:, None] == 5, np.inf, X).astype('float32')
     step, run = partitioned(lambda w, x: lax.map(GUARDED[name], x), W, x)

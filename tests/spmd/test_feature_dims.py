@@ -48,7 +48,7 @@ PROGRAMS = {
 
 
 @pytest.mark.slow
-def test_values_and_gradients_are_those_of_one_device():
+def test_values_and_gradients_match_one_device():
     def losses(w, x):
         return {name: jnp.mean(jnp.sin(fun(w, x))) for name, fun in PROGRAMS.items()}
 

@@ -264,7 +264,7 @@ def test_each_device_sorts_its_own_tokens(name):
     ],
 )
 @pytest.mark.sampled(3)
-def test_values_are_those_of_one_device(name):
+def test_values_match_one_device(name):
     compare(with_gradients(FORMS[name]))
 
 
@@ -275,7 +275,7 @@ def test_values_over_two_axes(name):
     compare(with_gradients(FORMS[name]), HSDP)
 
 
-def test_collectives_are_those_of_the_weights():
+def test_collectives_only_move_weights():
     state = {name: x for name, x in weights().items() if name != 'bias'}
     specs = [state_spec(leaf.shape) for leaf in jax.tree.leaves(state)]
     fun = with_gradients(experts)

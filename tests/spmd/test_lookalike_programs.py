@@ -110,7 +110,7 @@ PROGRAMS += [written_out_of_bounds, unsigned_differences]
 
 @pytest.mark.parametrize('fun', PROGRAMS, ids=lambda fun: fun.__name__)
 @pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
-def test_values_are_those_of_one_device(fun, mesh):
+def test_values_match_one_device(fun, mesh):
     _, run = partitioned(fun, W, X, mesh)
     assert_equal(run(), jax.jit(fun)(W, X))
 

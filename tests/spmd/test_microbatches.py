@@ -219,7 +219,7 @@ def dropped(w, tokens):
 @pytest.mark.parametrize('mesh', SEVERAL)
 @pytest.mark.parametrize('hold', [None, False])
 @pytest.mark.sampled(2)
-def test_microbatches_are_those_of_one_device(mesh, hold):
+def test_microbatches_match_one_device(mesh, hold):
     run(dropped, SEVERAL[mesh], BatchPartitioning(reduce_per_microbatch=hold))
 
 

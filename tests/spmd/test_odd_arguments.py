@@ -109,7 +109,7 @@ def test_several_batches_of_several_sizes():
 
 
 @pytest.mark.parametrize('count', [1, 12])
-def test_examples_that_do_not_divide_stay_on_all_devices_where_that_is_asked_for(count):
+def test_indivisible_examples_are_replicated_if_requested(count):
     compiled = sjit(step, helper=LENIENT)
     report = compiled.explain_propagation(W, X[:count])
     assert report.reason.startswith('no array in the arguments of batch_argnums')

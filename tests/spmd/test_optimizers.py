@@ -103,6 +103,6 @@ def test_updates_gather_nothing(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', OPTIMIZERS)
-def test_values_are_those_of_one_device(name):
+def test_values_match_one_device(name):
     _, run, one_device = partitioned_step(OPTIMIZERS[name]())
     assert_equal(run(), one_device(), 2e-5)

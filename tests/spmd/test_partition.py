@@ -167,7 +167,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize('name', CASES)
-def test_collectives_are_those_of_an_expert(name):
+def test_collectives_match_an_expert(name):
     loss, state, batch = CASES[name]
     specs = [state_spec(leaf.shape) for leaf in jax.tree.leaves(state)]
     step, _ = partitioned(sgd(loss), state, batch, result_specs=[*specs, P()])
@@ -184,7 +184,7 @@ def run_case(name, mesh):
 @pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
 @pytest.mark.parametrize('name', CASES)
 @pytest.mark.sampled(4)
-def test_values_are_those_of_one_device(name, mesh):
+def test_values_match_one_device(name, mesh):
     _, results, expected = run_case(name, mesh)
     assert_equal(results, expected, 5e-3 if name == 'narrow' else 1e-5)
 
@@ -417,7 +417,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize('name', FAILURES)
-def test_unsupported_equations_are_refused(name):
+def test_unsupported_equations_are_rejected(name):
     fun, why = FAILURES[name]
     with pytest.raises(CannotPartition) as caught:
         partitioned(fun, array(8, 8), array(16, 8))

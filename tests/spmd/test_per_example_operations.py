@@ -235,7 +235,7 @@ def test_no_example_moves(group):
 
 @pytest.mark.parametrize('group', GROUPS)
 @pytest.mark.parametrize('mesh', [FSDP, pytest.param(HSDP, marks=pytest.mark.slow)], ids=['fsdp', 'hsdp'])
-def test_values_are_those_of_one_device(group, mesh):
+def test_values_match_one_device(group, mesh):
     def run_all(w, x):
         return [with_gradients(fun)(w, x) for fun in GROUPS[group].values()]
 

@@ -103,7 +103,7 @@ def test_weights_of_layers_are_gathered_in_each_tick_or_once(monkeypatch, gather
 )
 @pytest.mark.filterwarnings('ignore::scalax.errors.PipelineWarning')
 @pytest.mark.sampled(3)
-def test_values_are_those_of_one_device(name, how):
+def test_values_match_one_device(name, how):
     program = PROGRAMS[name]
     expected = jax.jit(program.compiled)(*arguments())
     assert_close(staged(program, **how)(*arguments()), expected, program.tolerance)

@@ -164,7 +164,7 @@ def test_dtypes(dtype):
 @pytest.mark.parametrize('partitionable', [True, False])
 @pytest.mark.parametrize('generator', ['threefry2x32', 'rbg', 'unsafe_rbg'])
 @pytest.mark.sampled(3)
-def test_random_bits_are_those_of_one_device(generator, partitionable):
+def test_random_bits_match_one_device(generator, partitionable):
     def fun(key, batch):
         keys, x = batch
         kept = jax.random.bernoulli(key, 0.5, x.shape) * x

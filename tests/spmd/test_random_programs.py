@@ -28,7 +28,7 @@ MESHES = [
 
 @pytest.mark.sampled(40)
 @pytest.mark.parametrize('seed', range(480))
-def test_values_are_those_of_one_device(seed):
+def test_values_match_one_device(seed):
     random = np.random.default_rng(seed)
     mesh, spec, batch_spec = MESHES[seed % len(MESHES)]
     with jax.enable_x64(True):

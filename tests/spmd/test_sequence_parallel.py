@@ -67,7 +67,7 @@ def test_gradients_of_attention():
     assert sum(row.count for row in reduced if row.kind == 'all_reduce') == 3
 
 
-def test_positions_are_those_of_all_tokens():
+def test_positions_are_global_positions():
     def fun(w, x):
         positions = jnp.arange(x.shape[1])
         return x * w + jnp.sin(positions)[:, None], x + w[positions]
@@ -122,7 +122,7 @@ def test_a_loss_over_tokens_of_different_weights():
     assert {row.kind for row in step.collective_rows} == {'all_reduce'}
 
 
-def test_random_bits_are_those_of_one_device():
+def test_random_bits_match_one_device():
     def fun(w, x):
         return jnp.where(jax.random.bernoulli(jax.random.key(3), 0.7, x.shape), x * w, 0.0)
 
@@ -250,7 +250,7 @@ def test_an_axis_that_a_constraint_moves_to_the_columns_of_a_weight_is_left_to_t
         assert not report.gathered_examples
 
 
-def test_a_batch_without_other_axes_is_left_to_the_compiler():
+def test_the_compiler_partitions_a_batch_without_other_axes():
     def fun(w, x):
         hidden = with_sharding_constraint(jnp.tanh(x @ w['up']), P(None, None, 'tp'))
         return with_sharding_constraint(hidden @ w['down'], P(None, 'tp'))

@@ -45,7 +45,7 @@ def test_collectives_of_slices(dim):
     'mesh, dim',
     [(FSDP, 0), *[pytest.param(*case, marks=pytest.mark.slow) for case in ((HSDP, 0), (FSDP, 1))]],
 )
-def test_values_are_those_of_one_device(mesh, dim):
+def test_values_match_one_device(mesh, dim):
     def run_all(w, x):
         return [with_gradients(fun)(w, x) for fun, *_ in PROGRAMS.values()]
 

@@ -215,7 +215,7 @@ def test_collectives(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', CASES)
-def test_values_are_those_of_one_device(name):
+def test_values_match_one_device(name):
     step, state, x, *_ = CASES[name]
     _, run = partitioned_case(name)
     assert_equal(run(), jax.jit(step)(state, x), 1e-2 if name == 'narrow' else 1e-5)

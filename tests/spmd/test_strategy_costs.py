@@ -100,7 +100,7 @@ def test_rows_of_a_table_move_and_the_table_stays(name):
 @pytest.mark.parametrize('mesh', [FSDP, HSDP], ids=['fsdp', 'hsdp'])
 @pytest.mark.parametrize('name', CASES)
 @pytest.mark.sampled(3)
-def test_values_are_those_of_one_device(name, mesh):
+def test_values_match_one_device(name, mesh):
     loss, state, batch = CASES[name]
     _, run = partitioned(sgd(loss), state, batch, mesh, result_specs=specs_of(state, mesh['fsdp']))
     assert_equal(run(), jax.jit(sgd(loss))(state, batch))

@@ -317,7 +317,7 @@ def test_heads_of_a_cache_stay_where_they_are(batch):
     assert_equal([*step(*operands)], jax.jit(decode)(*operands))
 
 
-def test_heads_that_do_not_divide_stay_replicated():
+def test_indivisible_heads_stay_replicated():
     """Two heads of a cache and four devices: the cache has one sharding before, in and after the loop."""
 
     def grouped(w, cache, x):

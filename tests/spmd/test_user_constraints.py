@@ -75,7 +75,7 @@ def assert_close(results, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), results, expected)
 
 
-def test_values_are_placed_where_users_say():
+def test_values_have_the_shardings_that_users_specify():
     cases = [(name, spec) for name in PLACED for spec in MOVES]
 
     def run_all(w, x):
@@ -122,7 +122,7 @@ def is_on_examples(step, *args):
     return any(row.what == 'weight' for row in step.explain_propagation(*args).collectives)
 
 
-def test_a_batch_begins_again_where_users_place_it():
+def test_a_constraint_makes_a_value_a_batch_again():
     """Nothing is compiled. FFTs of all examples gather them."""
     for name, again in AGAIN.items():
         names = {'annotation_shardings': {'rows': ROWS}} if name == 'annotation' else {}

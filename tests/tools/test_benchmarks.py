@@ -1,4 +1,4 @@
-"""The benchmarks: what they count, and that every group and the comparison with a release run. No times."""
+"""The benchmarks: their counts, and that all groups and the comparison with a release run, without times."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ HEAD = ('what', 'scalax', 'by hand', 'ratio', 'aim')
 
 
 @pytest.mark.slow
-def test_what_is_counted_meets_its_aims():
+def test_counts_meet_their_aims():
     rows = [*calls.traces_per_signature(), *decoder.three_steps()]
     assert len(rows) == 4
     assert [(row.name, row.ours) for row in rows if row.ours != row.aim] == []
@@ -36,7 +36,7 @@ GROUPS = {
 
 
 def quick(name, *chosen):
-    """A parameter that is slow but for one or two, which show that the others would run."""
+    """Returns one or two parameters, and marks the others slow."""
     return pytest.param(name, marks=[] if name in chosen else pytest.mark.slow)
 
 
@@ -57,7 +57,7 @@ def test_groups_run(group):
     ],
     ids=['benchmarks', 'plans'],
 )
-def test_a_name_that_nothing_has_is_an_error(main, message, monkeypatch, capsys):
+def test_an_unknown_group_is_an_error(main, message, monkeypatch, capsys):
     monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '8')  # they are set up already
     monkeypatch.setattr(sys, 'argv', ['program', '--only', 'nothing'])
     with pytest.raises(SystemExit) as ended:
@@ -70,22 +70,22 @@ MEASURED = ['save', 'save-by-hand', 'restore', 'restore-by-hand', 'verify', 'loa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('what', [quick(what, 'restore') for what in MEASURED])
-def test_checkpoints_are_measured(what, tmp_path_factory):
+@pytest.mark.parametrize('contestant', [quick(contestant, 'restore') for contestant in MEASURED])
+def test_checkpoints_are_measured(contestant, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp() / 'checkpoints'
     if not folder.exists():
         checkpoints.run('prepare', 4, folder)
-    measured = checkpoints.run(what, 4, folder)
+    measured = checkpoints.run(contestant, 4, folder)
     assert measured['seconds'] > 0 and measured['cpu'] > 0 and 0 <= measured['peak'] < 2**31
 
 
-def test_an_unknown_contestant_is_no_other_one(tmp_path):
+def test_an_unknown_contestant_is_an_error(tmp_path):
     with pytest.raises(KeyError, match='load-rowz'):
         checkpoints.run('load-rowz', 4, tmp_path)
 
 
 @pytest.mark.slow
-def test_by_hand_and_with_rules_are_one_step():
+def test_steps_by_hand_and_with_rules_are_equal():
     """Both steps compute the same results with the same shardings."""
     helper = decoder.mesh_helper()
     host = jax.device_get(decoder.init(jax.random.key(0), 1))

@@ -76,7 +76,7 @@ def test_a_test_that_cannot_be_interrupted_ends_its_process_alone(
     assert run.returncode == pytest.ExitCode.TESTS_FAILED
 
 
-def test_processes_that_are_left_are_named_and_killed(run: subprocess.CompletedProcess[str]) -> None:
+def test_orphaned_processes_are_named_and_killed(run: subprocess.CompletedProcess[str]) -> None:
     pids = set(re.findall(r'^left (\d+)$', run.stdout, re.MULTILINE))
     assert len(pids) == 2, run.stdout
     assert 'tests of test_made_up.py left processes running:' in run.stdout

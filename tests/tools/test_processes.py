@@ -1,4 +1,4 @@
-"""The harness itself: a run in several processes says what went wrong, ends, and leaves nobody behind."""
+"""The harness: a run in several processes reports errors, ends, and leaves no processes."""
 
 import os
 from pathlib import Path
@@ -31,7 +31,7 @@ def check_hangs():
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / 'made_up_checks.py').write_text(MODULE, encoding='utf-8')
     monkeypatch.setenv('PYTHONPATH', str(tmp_path))
-    monkeypatch.syspath_prepend(tmp_path)  # its checks run in the order in which they are written
+    monkeypatch.syspath_prepend(tmp_path)  # its checks run in the order of the file
 
 
 @pytest.mark.slow

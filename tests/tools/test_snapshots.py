@@ -1,4 +1,4 @@
-"""Snapshots: stored, compared with a diff, rewritten, and none without its test."""
+"""Snapshots are stored, compared with a diff, rewritten, and never stale."""
 
 import re
 import subprocess
@@ -24,7 +24,7 @@ WRITTEN = (
 
 
 def run(folder: Path, *flags: str) -> str:
-    """A run of tests in a folder that has the plugin beside them, as ours have."""
+    """Runs tests in a folder with a copy of the plugin, like this repository."""
     command = [
         sys.executable,
         '-m',

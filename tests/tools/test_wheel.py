@@ -1,4 +1,4 @@
-"""Builds the distributions and uses the wheel the way a user gets it: installed, not from here."""
+"""Builds the distributions and uses the wheel as a user does: installed, instead of from the repository."""
 
 import importlib.metadata
 import re
@@ -24,7 +24,7 @@ PACKAGE_FILES = sorted(
 
 @pytest.fixture(scope='module')
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the sdist, and the wheel that was built from it; twine has checked them."""
+    """Returns a folder with the sdist and the wheel that was built from it, checked by twine."""
     folder = tmp_path_factory.mktemp('dist')
     make_dist.build(folder)
     return folder
@@ -81,7 +81,7 @@ def test_the_installed_wheel_is_used(distributions: Path, tmp_path: Path) -> Non
     pip = [sys.executable, '-m', 'pip', '--disable-pip-version-check', '--python', clean / 'bin' / 'python']
     make_dist.run(*pip, 'install', '--quiet', '--no-index', '--no-deps', wheel, cwd=tmp_path)
 
-    # JAX and the others are borrowed from this environment instead of being downloaded again.
+    # JAX and other packages come from this environment instead of a download.
     # Folders named in a .pth file come after the clean environment's own, and .pth files inside
     # them, such as that of an editable scalax, are not read.
     borrowed = {sysconfig.get_path('purelib'), sysconfig.get_path('platlib')}

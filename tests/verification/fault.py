@@ -1,4 +1,4 @@
-"""Faults are steps that compute another value on a mesh than on one device; `FAULTS` has all of them.
+"""Faults are steps whose results on a mesh differ from one device; `FAULTS` contains all of them.
 
 A fault makes a step and its arguments for a helper, as a user would. The step is right if all mesh axes of
 the helper have size 1.
@@ -38,13 +38,13 @@ class Fault:
     Attributes:
         name: its name.
         make: makes the step and its arguments for a helper.
-        kind: who causes the fault.
-        expects: what a catalogue must name: paths of results, and operations.
-        source: where the fault was published; empty if it was not.
-        mesh: the axes of the mesh, and their sizes.
+        kind: the cause of the fault: XLA's partitioner, scalax or the user.
+        expects: words that the report must contain: paths of results, and operations.
+        source: the publication of the fault; empty if there is none.
+        mesh: mesh axis -> size.
         explicit: whether the axes are Explicit.
         fixed_in: the first jaxlib without the fault; empty if all versions have it.
-        seeded: a context that puts a fault into scalax.
+        seeded: a context that inserts a fault into scalax.
         raises: text of the error that the step raises, on one device as well; empty if it raises none.
     """
 
@@ -70,11 +70,11 @@ class Fault:
         return self.seeded is not contextlib.nullcontext
 
     def helper(self) -> MeshShardingHelper:
-        """A helper for the mesh of the fault."""
+        """Returns a helper for the mesh of the fault."""
         return self._helper([*self.mesh.values()])
 
     def one_device(self) -> MeshShardingHelper:
-        """A helper of the same axes, all of size 1."""
+        """Returns a helper with the same axes, all of size 1."""
         return self._helper([1] * len(self.mesh))
 
     def _helper(self, sizes: list[int]) -> MeshShardingHelper:
@@ -111,17 +111,17 @@ sound = functools.partial(fault, 'sound', ())
 
 
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
-    """Normal random numbers, the same for a shape and a seed."""
+    """Returns normal random numbers, determined by shape and seed."""
     return np.random.default_rng([seed, *shape]).normal(size=shape).astype(np.float32)
 
 
 def integers(most: int, *shape: int, seed: int = 0) -> np.ndarray:
-    """Random integers below a number, the same for a shape and a seed."""
+    """Returns random integers below *most*, determined by shape and seed."""
     return np.random.default_rng([seed, most, *shape]).integers(0, most, size=shape).astype(np.int32)
 
 
 def jitted(helper: MeshShardingHelper, fun: Callable[..., Any], *specs: P, **options: Any) -> Any:
-    """`jax.jit` with shardings on the helper's mesh."""
+    """Returns `jax.jit` of a function, with shardings on the helper's mesh."""
     shardings = tuple([NamedSharding(helper.mesh, spec) for spec in specs])
     return jax.jit(fun, in_shardings=shardings, **options)
 
@@ -142,5 +142,5 @@ def seeded(
 
 
 def always(answer: Any) -> Callable[..., Any]:
-    """A function that always returns the same answer."""
+    """Returns a function that always returns *answer*."""
     return lambda *args, **kwargs: answer

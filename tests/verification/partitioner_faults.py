@@ -134,7 +134,7 @@ SEQUENCE: dict[str, int] = {'fsdp': 2, 'sp': 2, 'tp': 2}
 def gradient_of_a_next_token_loss(helper: MeshShardingHelper) -> Step:
     """`tokens[:, :-1]` is sharded along the sequence. Its odd length is padded, and sums include the padding.
 
-    XLA pads them, and sums values in the padding if some mesh axis does not shard the tokens.
+    XLA sums values in the padding if some mesh axis does not shard the tokens.
     """
     return jitted(helper, next_token_gradient, P(), P('fsdp', 'sp')), NEXT_TOKEN
 

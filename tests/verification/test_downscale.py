@@ -1,4 +1,4 @@
-"""`scalax._verification.downscale` makes a step for a large mesh small, and names the caveats."""
+"""`scalax._verification.downscale` shrinks a step for a large mesh, and names the caveats."""
 
 import dataclasses
 import enum
@@ -18,17 +18,17 @@ from scalax.errors import ArgumentError, MeshError
 from scalax.sharding import FSDPShardingRule, MeshShardingHelper, PartitionSpec, TreePathShardingRule
 
 P = PartitionSpec
-# A time limit that no machine reaches.
+# A time limit that is never reached.
 reduced = functools.partial(reduced_within, seconds=1e4)
 
 
 def reduced_args(step_over, args, helper, devices):
-    """Downscales a step that has no configuration."""
+    """Downscales a step without a configuration."""
     return reduced(lambda small_helper, _: (step_over(small_helper), args), None, helper, devices)
 
 
 def helper_of(**sizes):
-    """A helper over a large mesh without devices."""
+    """Returns a helper over a large mesh without devices."""
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     return MeshShardingHelper.from_mesh(mesh)
 
@@ -39,7 +39,7 @@ def array(*shape, dtype='float32'):
 
 @pytest.fixture
 def smallest(monkeypatch):
-    """Downscaling searches for smaller steps, however small the step already is."""
+    """Downscaling always searches for smaller steps, however small the step already is."""
     monkeypatch.setattr('scalax._verification.downscale.shrink._SMALL', 0)
 
 
@@ -102,7 +102,7 @@ RULE = TreePathShardingRule(
 
 
 def decoder(config):
-    """Parameters and loss of a decoder with grouped heads; layers are a scan."""
+    """Returns parameters and loss of a decoder with grouped heads and a scan over layers."""
     s = config.sizes
     size = s.width // s.heads
     params = {
@@ -291,7 +291,7 @@ def test_another_mesh_where_two_devices_are_too_few():
         args = array(2048, heads, size), array(heads // groups * size, size), array(2**16, 2048)
         return step, args
 
-    # Each device has a head, and groups do not divide: that takes more than 2 along tp.
+    # Each device has a head, and key-value heads do not divide evenly: tp must be larger than 2.
     config = {'heads': 8, 'groups': 4, 'size': 4096}
     result = reduced(make, config, helper_of(fsdp=64, tp=8), jax.devices())
     assert result.is_faithful and result.helper.mesh.shape == {'fsdp': 2, 'tp': 4}

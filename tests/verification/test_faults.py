@@ -67,7 +67,7 @@ def test_faults_are_found_and_named(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', named(SOUND))
-def test_steps_that_are_right(name):
+def test_sound_steps(name):
     report = verified(SOUND[name])
     assert report.ok, str(report)
 
@@ -76,7 +76,7 @@ def test_quick_names_exist():
     assert set(QUICKLY) <= {*FAULTS, *SOUND}
 
 
-def test_at_least_five_faults_are_those_of_the_partitioner_here():
+def test_the_installed_xla_has_at_least_five_faults():
     assert len([fault for fault in FAULTS.values() if fault.kind == 'partitioner' and fault.shows]) >= 5
 
 
@@ -99,7 +99,7 @@ ENGINE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ENGINE)
-def test_the_first_operation_that_differs_is_the_one_whose_rule_is_wrong(name):
+def test_the_first_difference_is_the_operation_with_the_wrong_rule(name):
     fault = FAULTS[name]
     report = verified(fault)
     assert report.first_difference is not None and fault.expects[0] == report.first_difference.primitive, str(
@@ -110,6 +110,6 @@ def test_the_first_operation_that_differs_is_the_one_whose_rule_is_wrong(name):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('name', ['examples_sorted_locally'])
-def test_steps_that_are_partitioned_are_right_without_a_fault(name):
+def test_partitioned_steps_match_without_a_fault(name):
     report = FAULTS[name].helper().verify(FAULTS[name].make)
     assert report.ok, str(report)

@@ -23,7 +23,7 @@ def helper():
 
 
 def abstract_helper(*sizes):
-    """A helper for an abstract mesh, without devices."""
+    """Returns a helper for an abstract mesh, without devices."""
     names = ('data', 'fsdp', 'tp', 'sp')[: len(sizes)]
     return MeshShardingHelper.from_mesh(AbstractMesh(sizes, names, (AxisType.Auto,) * len(sizes)))
 

@@ -1,4 +1,4 @@
-"""What arguments of a step may be, by what it does with them, and the values that are drawn for them."""
+"""The domains of a step's arguments, inferred from their uses, and the values sampled from them."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from scalax._verification.input_domains import ValueDomain
 from scalax._verification.sample_inputs import domains_of, resample, sample
 
 MODELS = {model.name: model for model in all_models('small')}
-# Half the time of compiling.
+# Halves the compile time.
 QUICKLY = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
 
 
@@ -44,7 +44,7 @@ def update(table: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def decode(table: jax.Array, x: jax.Array) -> jax.Array:
-    """Looks up a row in each iteration, first the row x."""
+    """Looks up a row in each iteration, starting with the row x."""
     return jax.lax.scan(lambda i, _: (i + 1, table[i]), x, None, 3)[1]
 
 
@@ -328,7 +328,7 @@ INTEGERS = {
 
 
 def model_domains(name: str) -> tuple[Any, Any, list[ValueDomain]]:
-    """The step of a model, its arguments, and their domains."""
+    """Returns the step of a model, its arguments, and their domains."""
     model = MODELS[name]
     step, args = training_step(model, model.loss), arguments(model, 8 * model.rows)
     return step, args, domains_in(step, *args)

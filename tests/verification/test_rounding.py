@@ -1,4 +1,4 @@
-"""What rounding explains, beside what other orders of summation, and other precisions, really change."""
+"""Modeled rounding errors, compared with the differences between summation orders and precisions."""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ def test_evaluation_without_perturbation_matches_jax(function, rng):
 
 
 @pytest.mark.medium
-def test_the_errors_of_a_sum_are_like_those_of_other_orders(rng):
+def test_modeled_errors_of_a_sum_match_other_summation_orders(rng):
     x = (rng.normal(size=4096) * 100).astype('float32')
     exact = float(np.sum(x.astype('float64')))
     orders = [abs(float(np.add.accumulate(rng.permutation(x))[-1]) - exact) for _ in range(64)]
@@ -132,7 +132,7 @@ def test_terms_that_cancel_exactly_have_independent_errors(function, rng):
 
 
 @pytest.mark.medium
-def test_signs_of_errors_do_not_follow_those_of_values(rng):
+def test_signs_of_errors_are_independent_of_signs_of_values(rng):
     x = rng.normal(size=4096).astype('float32')
 
     def errors(x, seed):

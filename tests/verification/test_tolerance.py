@@ -1,4 +1,4 @@
-"""Errors of arrays, and what explains them."""
+"""Errors of arrays, and the tolerances that explain them."""
 
 import math
 
@@ -47,7 +47,7 @@ def test_a_few_units_are_always_explained(dtype):
     assert not limit.covers(ErrorStats(20 * unit, unit))
 
 
-def test_many_small_errors_are_seen_beside_a_large_one_that_was_drawn(rng):
+def test_many_small_errors_are_detected_beside_a_large_sampled_error(rng):
     value = rng.normal(size=1000)
     drawn = np.zeros(1000)
     drawn[3] = 0.5  # a row that goes to another expert

@@ -564,7 +564,7 @@ def test_results_of_a_nondeterministic_callback_are_not_compared(helper):
     assert (report.ok, report.nondeterministic, report.differences) == (False, ('0',), ())
 
 
-def test_callbacks_with_results_are_refused(helper):
+def test_callbacks_with_results_are_rejected(helper):
     def step(x):
         return jax.experimental.io_callback(lambda x: x, S((8, 4), 'float32'), x)
 

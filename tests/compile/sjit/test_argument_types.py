@@ -92,7 +92,7 @@ def test_objects_with_a_shape_and_a_dtype_get_the_shardings_of_rules():
     explicit = EXPLICIT.sjit(scaled, in_shardings={'x': P('fsdp'), 'by': None})
     assert explicit.trace(duck, 2.0).in_avals == explicit.trace(X, 2.0).in_avals
     kept = AUTO.sjit(lambda x, options: x * len(options.shape), static_argnums=1)
-    assert kept.eval_shape(X, duck).shape == (8, 4)  # a static argument stays what it is
+    assert kept.eval_shape(X, duck).shape == (8, 4)  # a static argument is unchanged
     with pytest.raises(ArgumentError, match='leaves that are not arrays'):
         function(duck, 2.0)
 

@@ -192,7 +192,7 @@ def test_arrays_on_other_devices_are_an_error():
     compiled = AUTO.sjit(constrained)
     with pytest.raises(ValueError, match=r'argument x of constrained .*device ids \[3\]'):  # of JAX
         compiled(jax.device_put(X, jax.devices()[3]))
-    # A function that says nothing of a mesh runs where its arguments are, as with jax.jit.
+    # A function that uses no mesh runs on the devices of its arguments, as with jax.jit.
     assert AUTO.sjit(lambda x: 2 * x)(jax.device_put(X, jax.devices()[3])).sharding.device_set == {
         jax.devices()[3]
     }

@@ -67,7 +67,7 @@ def test_static_objects_are_freed(monkeypatch):
     del model
     jax.clear_caches()
     gc.collect()
-    assert sum(ref() is not None for ref in alive) <= 8  # of those served and of those looked at
+    assert sum(ref() is not None for ref in alive) <= 8  # of served calls, and of looked-up calls
 
 
 @pytest.mark.medium
@@ -88,7 +88,7 @@ def test_evicted_entries_are_created_again(monkeypatch):
 def test_programs_are_freed(monkeypatch):
     monkeypatch.setattr(lru_cache, 'SIZE', 3)
     last = HELPER.sjit(lambda *rows: rows[-1], in_shardings=P('x'))
-    for count in range(1, 9):  # each number of arguments has a program of its own
+    for count in range(1, 9):  # each number of arguments has a separate program
         assert last.eval_shape(*[X] * count).shape == X.shape
         assert len(last._dispatcher.programs) <= 3
 

@@ -134,7 +134,7 @@ def test_nested_sjit_inherits_and_overrides():
 
     nested = HELPER.sjit(leaf, annotation_shardings={'b': COLUMNS})
     outer = HELPER.sjit(lambda x: nested(x), annotation_shardings={'a': ROWS, 'b': ROWS})
-    a, b = outer(X)  # the inner 'b' counts
+    a, b = outer(X)  # the inner 'b' takes effect
     assert (a.sharding.spec, b.sharding.spec) == (ROWS, COLUMNS)
     other = HELPER.sjit(lambda x: nested(x), annotation_shardings={'a': COLUMNS})
     assert other(X)[0].sharding.spec == COLUMNS
@@ -235,7 +235,7 @@ def test_a_replay_never_crosses_trace_contexts():
 
 
 def test_x64_is_another_signature():
-    # One device: on several, JAX 0.12 may cut a numpy array under one x64 mode and run it under the other,
+    # One device: on several, JAX 0.12 may shard a numpy array in one x64 mode and run in the other,
     # with jax.jit too.
     helper = MeshShardingHelper([1], ['data'], devices=jax.devices()[:1])
     double = helper.sjit(lambda x: x * 2, in_shardings=ROWS)
@@ -275,7 +275,7 @@ def test_partial_keys_distinguish_x64_arrays(monkeypatch):
 
 
 @pytest.mark.medium
-def test_x64_dtypes_that_are_asked_for_by_name():
+def test_x64_dtypes_that_are_requested_by_name():
     before = jax.config.jax_explicit_x64_dtypes
     jax.config.update('jax_explicit_x64_dtypes', 'allow')
     try:
@@ -564,7 +564,7 @@ def test_shared_traces_keep_nothing_alive():
     gc.disable()
     try:
         compiled, *refs = make_function()
-        assert float(compiled(np.ones(8, np.float32))[0]) == 9  # alone, it is whole
+        assert float(compiled(np.ones(8, np.float32))[0]) == 9  # on its own, it is replicated
         assert all(ref() is not None for ref in refs)
         del compiled
         assert [ref() for ref in refs] == [None] * 3
@@ -627,7 +627,7 @@ def test_a_failed_first_call_leaves_no_state():
     for count, bad in enumerate((np.ones(4), np.ones(128), np.ones(4))):
         with pytest.raises(ValueError, match='mine'):
             picky(bad)
-        assert len(ran) == 2 * count + 1  # the user's code runs once a call
+        assert len(ran) == 2 * count + 1  # the user's code runs once per call
         np.testing.assert_array_equal(picky(np.ones((8 + count, 8))), 2)
 
 
@@ -635,7 +635,7 @@ def test_a_failed_first_call_leaves_no_state():
 def test_threads_that_race_for_many_programs():
     failures = []
     usual = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # threads take turns as often as they can
+    sys.setswitchinterval(1e-5)  # threads switch as often as possible
 
     def work(compiled, seed):
         rng = np.random.default_rng(seed)
@@ -727,7 +727,7 @@ def never_slow(compiled, calls, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings('ignore::scalax.errors.UnshardedWarning')  # of the small ones
+@pytest.mark.filterwarnings('ignore::scalax.errors.UnshardedWarning')  # of the small programs
 def test_signatures_of_two_programs_are_distinguished(monkeypatch):
     compiled = HELPER.sjit(lambda x: x * 2, FSDPShardingRule('data', min_fsdp_size=64))
     calls = [(np.full((4 * n, 3), n, np.float32),) for n in range(1, 41)]

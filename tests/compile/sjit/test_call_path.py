@@ -5,8 +5,8 @@ lowers its limit. A change that raises a limit has to justify it by what users g
 
 Each Python frame counts as a call, and so does each resumption of a generator. Comprehensions do not count. A
 change of file is a call into another file than the previous call. The count excludes the partitioner, with
-the functions that it calls to read equations and specs, and what the first function of a helper imports and
-caches.
+the functions that it calls to read equations and specs, and one-time imports and caches of the first function
+of a helper.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ CALLS = [
         pytest.param(P(), id='one'),
     ],
 )
-def test_every_call_gives_what_the_function_gives(args, kwargs, in_shardings):
+def test_every_call_returns_the_result_of_the_function(args, kwargs, in_shardings):
     if isinstance(in_shardings, tuple | list) and len(args) < 3:
         in_shardings = in_shardings[:3]
     if isinstance(in_shardings, tuple | list) and len(args) >= 3:
@@ -462,10 +462,10 @@ MISNAMED = {
 }
 
 
-@pytest.mark.parametrize(('options', 'what'), MISNAMED.values(), ids=MISNAMED)
-def test_wrapped_names_with_other_parameters_are_rejected(options, what):
+@pytest.mark.parametrize(('options', 'option'), MISNAMED.values(), ids=MISNAMED)
+def test_wrapped_names_with_other_parameters_are_rejected(options, option):
     for fun in (with_rng, with_rng_and_keywords):
-        with pytest.raises((ArgumentError, StructureError), match=f'{what}.* no (such )?argument'):
+        with pytest.raises((ArgumentError, StructureError), match=f'{option}.* no (such )?argument'):
             HELPER.sjit(fun, **options)
     compiled = HELPER.sjit(with_rng, (None, None, P('data')), donate_argnums=2)
     x, y = HELPER.shard(Y, P('data')), HELPER.shard(Y, P('data'))
@@ -486,18 +486,20 @@ def test_misspelled_wrapped_names():
         HELPER.sjit(wrapper, in_shardings={'stat': P('dp')})
     with pytest.raises(ArgumentError, match=f"donate_argnames='statee': step has no such argument {hint}"):
         HELPER.sjit(wrapper, donate_argnames='statee')
-    # Names of the wrapped function, of the wrapper, and such as a wrapper may take from its keywords.
+    # Names of the wrapped function, of the wrapper, and names that a wrapper may pop from its keywords.
     HELPER.sjit(wrapper, in_shardings={'state': P('dp'), 'states': P(), 'timer': P(), 'mask': P()})
 
 
-@pytest.mark.parametrize(('options', 'what'), MISNAMED.values(), ids=MISNAMED)
-def test_wrapped_names_if_the_wrapper_adds_an_argument(options, what):
+@pytest.mark.parametrize(('options', 'option'), MISNAMED.values(), ids=MISNAMED)
+def test_wrapped_names_if_the_wrapper_adds_an_argument(options, option):
     @functools.wraps(behind)
     def with_log(*args, **kwargs):
         return behind(*args[1:], **kwargs)
 
-    what = what if 'sharding' in what else 'an option'
-    with pytest.raises(ArgumentError, match=f"behind: {what} names 'y', and the wrapper is called with more"):
+    option = option if 'sharding' in option else 'an option'
+    with pytest.raises(
+        ArgumentError, match=f"behind: {option} names 'y', and the wrapper is called with more"
+    ):
         HELPER.sjit(with_log, **options)(1.0, Y, Y)
     by_position = HELPER.sjit(with_log, in_shardings=(None, P('data'), P('data')), donate_argnums=1)
     x = HELPER.shard(Y, P('data'))
@@ -610,7 +612,7 @@ def test_a_parameter_may_be_called_like_a_builtin():
 
 @pytest.mark.medium
 @pytest.mark.parametrize('static', [None, 0])
-def test_calls_with_other_numbers_of_extra_arguments(static):
+def test_calls_with_varying_numbers_of_extra_arguments(static):
     """A program for fewer arguments would ignore some of them, and return a wrong result."""
     compiled = HELPER.sjit(lambda *args: sum(args), static_argnums=static)
     for count in (1, 2, 3, 1, 2, 4):
@@ -782,7 +784,7 @@ def test_invalid_options_of_jax_are_rejected_at_once():
         HELPER.sjit(positional_only, inline='perhaps')
 
 
-@pytest.mark.filterwarnings('ignore:Explicitly requested dtype')  # JAX says so, and goes on
+@pytest.mark.filterwarnings('ignore:Explicitly requested dtype')  # JAX warns and continues
 @pytest.mark.parametrize('question', ['lower', 'trace', 'eval_shape', 'shardings_for'])
 def test_structs_of_wide_dtypes(question):
     compiled = HELPER.sjit(lambda x: x * 2, P('data'))

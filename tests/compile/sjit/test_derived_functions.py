@@ -65,7 +65,7 @@ DERIVED = {
 def exported(fun):
     pytest.importorskip('flatbuffers', reason='jax.export serializes with it')
     exported = jax.export.export(jax.jit(fun))(jax.ShapeDtypeStruct(X.shape, X.dtype))
-    # Without what types say of the mesh in force.
+    # Without the types' information about the active mesh.
     outputs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.out_avals]
     return jax.tree.unflatten(exported.out_tree, outputs)
 
@@ -145,7 +145,7 @@ def test_derived_functions_have_the_same_collectives():
         assert_collectives(jax.jit(jax.grad(total)), HELPER.shard(X, P('fsdp')), helper=HELPER, all_reduce=1)
 
 
-def test_assert_no_recompile_takes_what_has_methods():
+def test_assert_no_recompile_accepts_compiled_functions():
     compiled = HELPER.sjit(plain)
     compiled(X)
     with assert_no_recompile(compiled):
@@ -209,7 +209,7 @@ def test_it_is_pickled_as_its_definition():
     np.testing.assert_allclose(again(HELPER.shard(X, P('tp'))), plain(X))
 
 
-def test_cloudpickle_takes_what_pickle_does_not():
+def test_cloudpickle_accepts_functions_that_pickle_rejects():
     cloudpickle = pytest.importorskip('cloudpickle', reason='flax brings it')
     factor = 3.0
     again = pickle.loads(cloudpickle.dumps(HELPER.sjit(lambda x: factor * x, P('fsdp'))))
@@ -245,8 +245,8 @@ else:
 @pytest.mark.slow
 def test_functions_of_a_script_reach_another_process(tmp_path):
     pytest.importorskip('cloudpickle', reason='flax brings it')
-    for what in ('write', 'read'):
-        command = [sys.executable, '-c', SCRIPT, what, str(tmp_path / 'step')]
+    for action in ('write', 'read'):
+        command = [sys.executable, '-c', SCRIPT, action, str(tmp_path / 'step')]
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
         assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "P('fsdp',) [7, 6, 5, 4, 3, 2, 1, 0]"

@@ -94,7 +94,7 @@ def test_outputs_get_the_sharding_of_a_donated_argument(helper):
     assert is_sharded_as(out['a'], helper, SPEC)
 
 
-def test_rules_for_outputs_are_asked_once(helper):
+def test_rules_for_outputs_are_called_once(helper):
     traces, asked = [], []
 
     def policy(path, leaf):
@@ -116,7 +116,7 @@ def test_rules_for_outputs_are_asked_once(helper):
 @pytest.mark.slow
 def test_transformations_reshard_arguments(helper):
     square = helper.sjit(lambda x: x**2, in_shardings=SPEC, out_shardings=SPEC)
-    # By JAX's own jit too, cotangents that it makes itself do not lie as out_shardings says on Auto axes.
+    # JAX's jit too ignores out_shardings for the cotangents that it creates, on Auto axes.
     open_ended = helper.sjit(lambda x: x**2, in_shardings=SPEC)
     x = helper.shard(X, P())
     for _ in range(2):
@@ -192,9 +192,7 @@ def test_calls_without_shardings_run_on_all_devices(helper):
 @pytest.mark.medium
 @pytest.mark.parametrize('spec', [P(), SPEC], ids=str)
 def test_outputs_that_depend_on_no_argument_are_on_the_mesh(helper, spec):
-    constant = helper.sjit(
-        jax.grad(lambda x: (3 * x).sum()), spec
-    )  # JAX drops arguments that it does not need
+    constant = helper.sjit(jax.grad(lambda x: (3 * x).sum()), spec)  # JAX drops unused arguments
     for x in (X, helper.shard(X, spec)):
         out = constant(x)
         np.testing.assert_array_equal(out, np.full_like(X, 3))

@@ -13,12 +13,12 @@ ROWS, TIME, HEADS = ('data',), ('seq',), ('tp',)
         ([(ROWS,)], {'data'}),
         ([(ROWS, TIME)], {'data', 'seq'}),
         ([(ROWS, TIME), (ROWS, TIME, ())], {'data', 'seq'}),
-        # The lengths of examples have no time.
+        # The lengths of examples have no time dimension.
         ([(ROWS, TIME), (ROWS,)], {'data'}),
         # A cache, and tokens.
         ([(ROWS, (), HEADS), (ROWS, ())], {'data'}),
         ([(('data', 'fsdp'), (), HEADS), (('data', 'fsdp'), ())], {'data', 'fsdp'}),
-        # Axes that shard one dimension together belong together.
+        # Axes that jointly shard one dimension stay together.
         ([(ROWS,), (('data', 'fsdp'),)], {'data', 'fsdp'}),
         ([(ROWS,), (('fsdp',),), (('data', 'fsdp'),)], {'data', 'fsdp'}),
         # Time comes first in some arrays.

@@ -44,13 +44,13 @@ def assert_right(fun, *args, **options):
 @pytest.mark.parametrize('groups, features', [(16, 16), (4, 16), (16, 32), (1, 16)])
 @pytest.mark.parametrize('batch', [P('fsdp'), P('tp'), P(('fsdp', 'tp')), P('fsdp', None, None, 'tp')])
 @pytest.mark.parametrize('options', [{}, {'batch_argnums': ()}, {'batch_argnums': 1}])
-def test_gradients_are_those_of_one_device(groups, features, batch, options):
+def test_gradients_match_one_device(groups, features, batch, options):
     w, x = arrays(groups, features=features)
     assert_right(gradients, w, x, groups, in_shardings=(P(), batch), out_shardings=P(), **options)
 
 
 @pytest.mark.medium
-def test_batches_that_not_all_axes_divide():
+def test_batches_that_are_not_divisible_by_all_axes():
     w, x = arrays(4, rows=4)
     assert_right(gradients, w, x, 4, in_shardings=(P(), P('fsdp')), batch_argnums=())
     w, x = arrays(4, rows=3)

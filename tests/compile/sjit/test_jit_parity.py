@@ -16,7 +16,7 @@ from tests.support.jit_cases.compare import differences
 for module in pkgutil.iter_modules(jit_cases.__path__):
     importlib.import_module(f'tests.support.jit_cases.{module.name}')
 
-# What the reasons for a difference allow: what jax.jit gave, and what sjit may give then.
+# The differences that each reason allows: the value of jax.jit, and allowed values of sjit.
 ALLOWED = {
     'error classes': lambda of_jit, of_sjit: issubclass(of_sjit, ScalaxError),
     'accepted inputs': lambda of_jit, of_sjit: of_sjit is None,
@@ -53,7 +53,7 @@ def test_case(case):
         assert ALLOWED[reason](*outcomes[aspect]), (aspect, reason, outcomes[aspect])
 
 
-def test_the_table_is_one_of_all_subjects():
+def test_the_table_covers_all_subjects():
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
     assert len(names) >= 300

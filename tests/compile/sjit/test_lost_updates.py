@@ -40,7 +40,7 @@ def test_lost_changes_warn(snapshot):
     (warning,) = record
     snapshot(warning.message)
     assert warning.filename == __file__
-    compiled(model, X)  # said once, where it is traced
+    compiled(model, X)  # one warning, when it is traced
 
 
 def test_an_optimizer_updated_inside_warns():

@@ -95,8 +95,8 @@ def mapped(f):
     return lambda x, params: jax.vmap(lambda x: f(x, params))(jnp.stack([x, x + 1]))
 
 
-# Under jax.jit, because JAX itself refuses some of these outside: eager gradients over Explicit axes want
-# set_mesh, under which eager operations make arrays that are committed to the mesh.
+# Under jax.jit, because JAX rejects some of these outside it: eager gradients over Explicit axes need
+# set_mesh, under which eager operations return arrays that are committed to the mesh.
 TRANSFORMS = {
     'called': lambda helper, f: f,
     'in jit': lambda helper, f: jax.jit(lambda x, params: 2 * f(x, params)),

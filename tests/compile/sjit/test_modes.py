@@ -139,7 +139,7 @@ def test_from_another_thread(helper):
 def test_transformations_of_a_compiled_function(helper):
     square = helper.sjit(lambda x: x**2, P('data'))
     if helper.axis_types == TYPES['auto']:
-        # With Explicit axes JAX wants jax.set_mesh for the cotangent of an eager sum, with jax.jit too.
+        # With Explicit axes JAX needs jax.set_mesh for the cotangent of an eager sum, with jax.jit too.
         np.testing.assert_allclose(jax.grad(lambda x: square(x).sum())(X), 2 * X)
     np.testing.assert_allclose(jax.vmap(square)(X[None]), X[None] ** 2)
     np.testing.assert_allclose(jax.vmap(square)(X[None]), X[None] ** 2)
@@ -356,7 +356,7 @@ def test_shard_map_over_another_mesh_inside():
 
     for mapped in (entered, by_helper):
         np.testing.assert_array_equal(HELPER.sjit(mapped, in_shardings=P('data'))(X), X * 2)
-    with pytest.raises(ValueError, match='context mesh'):  # the mesh in force is the helper's
+    with pytest.raises(ValueError, match='context mesh'):  # the active mesh is the helper's
         HELPER.sjit(by_jax, in_shardings=P('data'))(X)
 
 

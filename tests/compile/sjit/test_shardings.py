@@ -188,7 +188,7 @@ def test_a_donated_argument_gives_its_output_its_sharding():
 )
 def test_out_shardings_win_over_donation(out_shardings, expected):
     with warnings.catch_warnings():
-        # XLA says so when the shardings asked for make a donation useless.
+        # XLA warns if the requested shardings make a donation useless.
         warnings.filterwarnings('ignore', message='Some donated buffers were not usable')
         compiled = HELPER.sjit(lambda x: (x + 1, x.sum()), P('data'), out_shardings, donate_argnums=0)
         out, _ = compiled(X)
@@ -429,7 +429,7 @@ def test_an_unsharded_optimizer_state_warns(snapshot):
         state = compiled(params)
     snapshot(record[0].message)
     assert len(record) == 1
-    compiled(params)  # said once
+    compiled(params)  # one warning
     state = HELPER.sjit(init, out_shardings=OptimizerStateShardingRule(FSDP, params))(params)
     assert state[0].mu['w'].sharding.spec == P('data')
     HELPER.sjit(lambda x: jnp.zeros(()))(params)
@@ -437,7 +437,7 @@ def test_an_unsharded_optimizer_state_warns(snapshot):
 
 
 @pytest.mark.parametrize('donated', [True, False])
-def test_one_array_in_two_places_and_donated(donated, snapshot):
+def test_a_donated_array_that_is_passed_twice(donated, snapshot):
     options = {'donate_argnums': (0, 1)} if donated else {'donate_argnums': 0}
     step = HELPER.sjit(lambda state, other: (state['w'] + 1, other + 2), P('data'), P('data'), **options)
     x = HELPER.shard(np.ones((8, 8), np.float32), P('data'))

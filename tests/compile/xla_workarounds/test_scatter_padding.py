@@ -83,7 +83,7 @@ def assert_close(actual, expected):
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize('name', PROGRAMS)
 @pytest.mark.parametrize('is_partitioned', [True, False])
-def test_values_are_those_of_one_device(name, is_partitioned):
+def test_values_match_one_device(name, is_partitioned):
     helper = MeshShardingHelper([2, 2, 2], ['fsdp', 'sp', 'tp'])
     options = {} if is_partitioned else {'batch_argnums': ()}
     expected = jax.jit(PROGRAMS[name])(ROWS, PLACES)
@@ -162,10 +162,10 @@ def test_resized_dimensions_may_be_sharded_unevenly(name):
 @pytest.mark.parametrize(
     ('program', 'sizes'),
     [
-        (lambda rows, places: ZEROS.at[places[:, :8]].add(rows[:, 8:]), (2, 2, 2)),  # 8 divides
+        (lambda rows, places: ZEROS.at[places[:, :8]].add(rows[:, 8:]), (2, 2, 2)),  # divisible by 8
         (lambda rows, places: ZEROS.at[places[0, :12]].add(rows[0, :12]), (8, 1, 1)),  # all have parts
         (lambda rows, places: ZEROS.at[places[0, :12]].set(rows[0, :12]), (2, 2, 2)),  # nothing is summed
-        (lambda rows, places: ZEROS[:, :5].at[places].add(rows[..., :5]), (2, 2, 2)),  # of whole rows
+        (lambda rows, places: ZEROS[:, :5].at[places].add(rows[..., :5]), (2, 2, 2)),  # of entire rows
     ],
 )  # fmt: skip
 def test_evenly_sharded_scatters_are_unchanged(program, sizes):

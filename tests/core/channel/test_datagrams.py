@@ -35,7 +35,7 @@ def test_a_replayed_request_counts_once() -> None:
     for packet in (second, third):
         with pytest.raises(ValueError, match='a request that was received before'):
             server.read_request(packet)
-    # A request that names no nonce, or an old one, gets the new one, and nothing else.
+    # A request without a nonce, or with an old one, only gets the new nonce.
     assert not server.read_request(first)[1]
     assert not Server(SECRET, 9).read_request(third)[1]
 

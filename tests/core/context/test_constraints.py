@@ -51,7 +51,7 @@ def assert_lies(result, helper, spec, x):
     np.testing.assert_array_equal(np.asarray(result), np.asarray(x))
 
 
-# --- Where a mesh comes from ----------------------------------------------------------------------
+# --- Sources of the mesh --------------------------------------------------------------------------
 
 
 @pytest.mark.medium
@@ -236,7 +236,7 @@ def test_shard_map_over_another_mesh(snapshot):
 
 
 @every_helper
-def test_errors_name_the_place_before_anything_is_compiled(helper):
+def test_errors_name_the_source_line_before_anything_is_compiled(helper):
     def constrained(tree):
         return with_sharding_constraint(tree, P('a', 'c'))
 
@@ -280,7 +280,7 @@ def test_dimensions_that_do_not_divide_warn_on_auto_axes_and_fail_on_explicit_on
 
 
 @every_helper
-def test_outside_of_jit_nothing_pads(helper):
+def test_no_padding_outside_jit(helper):
     with (
         helper.get_context(),
         pytest.raises(ShardingError, match='dimension 0 of size 6 is not divisible by 4'),
@@ -297,7 +297,7 @@ def test_outside_of_jit_nothing_pads(helper):
     ],
     ids=['vmap', 'grad', 'jvp'],
 )
-def test_what_is_traced_and_run_at_once_is_not_padded(run, snapshot):
+def test_eagerly_run_constraints_are_not_padded(run, snapshot):
     with AUTO.get_context(), snapshot.raises(ShardingError):
         run(lambda x: with_sharding_constraint(x, P('a')))
     with AUTO.get_context(), pytest.warns(IndivisibleWarning, match='XLA pads it'):
@@ -433,7 +433,7 @@ def test_a_shared_inner_function_never_sees_the_binding_of_another(wrap):
     assert len(jax.jit(inner)(x).sharding.device_set) == 1
 
 
-# --- Another mesh in force ------------------------------------------------------------------------
+# --- Another active mesh --------------------------------------------------------------------------
 
 OUTSIDE = {
     'a constraint': lambda helper: with_sharding_constraint,

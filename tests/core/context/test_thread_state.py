@@ -154,7 +154,7 @@ def test_threads_trace_a_new_signature_once(how: str) -> None:
 
     def double(x: jax.Array) -> jax.Array:
         traces.append(x.shape)
-        time.sleep(0.05)  # lets the other threads come
+        time.sleep(0.05)  # lets the other threads catch up
         return 2 * x
 
     compiled = HELPER.sjit(double, in_shardings=PartitionSpec('data'))
@@ -191,7 +191,7 @@ def test_after_a_failed_trace_the_next_thread_traces() -> None:
     assert len(set(traces)) == len(traces) == 3
 
 
-# --- Contexts in code that takes turns ------------------------------------------------------------
+# --- Contexts in interleaved code -----------------------------------------------------------------
 
 OTHER = MeshShardingHelper([8], ['all'])
 LEFT_TOO_EARLY = (

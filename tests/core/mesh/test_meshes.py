@@ -185,7 +185,7 @@ SLICES = [device for index in range(4) for device in tpu_slice(2, 2, 2, slice_in
         ((2, 2, 8), (2, 2, 1), [[0, 2], [0, 1], [0]]),
     ],
 )
-def test_slices_lie_along_the_axes_of_dcn_axis_dims(dims, dcn, slices_of):
+def test_slices_are_along_the_axes_of_dcn_axis_dims(dims, dcn, slices_of):
     names = ['a', 'b', 'c'][: len(dims)]
     mesh = meshes.build_mesh(dims, names, dcn_axis_dims=dcn, devices=SLICES, split_physical_axes=True)
     assert len(set(mesh.devices.flat)) == 32
@@ -311,7 +311,7 @@ def test_options_that_do_not_fit(options, message):
     assert str(error.value) == message
 
 
-def test_one_device_too_few_is_said_in_good_english():
+def test_error_about_one_missing_device_uses_the_singular():
     with pytest.raises(MeshError) as error:
         MeshShardingHelper([2], ['data'], devices=jax.devices()[:1])
     assert str(error.value) == f'mesh (data=2) needs 2 devices, there is 1{FITS}'
@@ -330,7 +330,7 @@ def test_a_mesh_of_mock_devices_resolves():
     assert sharding.shard_shape((8, 8)) == (2, 2)
 
 
-def test_several_slices_need_to_be_told_apart(snapshot):
+def test_several_slices_need_slice_indices(snapshot):
     devices = [device for n in range(4) for device in tpu_slice(2, 2, 2, slice_index=n)]
     with snapshot.raises(MeshError):
         meshes.build_mesh((2, 16), ('data', 'tp'), devices=devices)
@@ -338,7 +338,7 @@ def test_several_slices_need_to_be_told_apart(snapshot):
     assert list(split.devices.flat) == devices
 
 
-def test_manual_and_empty_meshes_are_refused():
+def test_manual_and_empty_meshes_are_rejected():
     message = 'axes of type Manual exist inside shard_map only: use Auto or Explicit'
     manual = AbstractMesh((8,), ('a',), axis_types=(AxisType.Manual,))
     for make in (

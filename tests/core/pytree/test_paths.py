@@ -66,7 +66,7 @@ def test_leaf_paths(tree, paths):
 
 
 @pytest.mark.parametrize('tree', [tree for tree, _ in TREES])
-def test_leaf_paths_are_those_of_keystr(tree):
+def test_leaf_paths_match_keystr(tree):
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     for path, _ in flat:
         expected = jax.tree_util.keystr(path, simple=True, separator='/')

@@ -1,4 +1,4 @@
-"""The building blocks of pages: what they write, and what a browser makes of it, with and without scripts."""
+"""The building blocks of pages: their HTML, and how a browser displays it, with and without scripts."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -98,7 +98,7 @@ def test_tables_as_text():
         'tp=9    1,200 ms  slower',
         'tp=100            no program',
     ]
-    # Where the first column leaves no room, the second one is written down the page.
+    # If the first column leaves no room, the second one is below it.
     lines = Table([Column('a'), Column('b', 'wide')], [[56 * 'x', 'some text']]).text(60)
     assert ''.join(line[58:].strip() for line in lines[2:]) == 'sometext'
 
@@ -287,7 +287,7 @@ def test_in_a_notebook(browser, tmp_path, dark):
 @pytest.mark.medium
 @pytest.mark.parametrize('width', [1280, 400])
 @pytest.mark.parametrize('dark', [False, True])
-def test_nothing_is_cut(browser, tmp_path, width, dark):
+def test_no_text_is_cut(browser, tmp_path, width, dark):
     page = blocks.page(HOSTILE, [*everything('fsdp=16, tp=4'), *everything(HOSTILE)])
     root = open_page(browser, tmp_path, page, width=width, dark=dark)
     assert browser.overflow() == 0 and browser.complaints() == []

@@ -1,4 +1,4 @@
-"""Progress lines and log messages, and where there are none."""
+"""Progress lines and log messages, and when there are none."""
 
 import contextlib
 import io
@@ -55,7 +55,7 @@ def until(condition):
 
 
 def on_screen(text):
-    """The last line of a terminal that received *text*."""
+    """Returns the last line of a terminal that received *text*."""
     line = ''
     for part in text.split('\r'):
         line = part + line[len(part) :]
@@ -102,7 +102,7 @@ def test_the_line_disappears_after_an_error(terminal, caplog):
 
 
 @pytest.mark.parametrize('where', ['pipe', 'dumb', 'pytest', 'off', 'process 1'])
-def test_no_line_and_no_thread_where_nobody_looks(where, terminal, monkeypatch):
+def test_no_line_and_no_thread_without_a_terminal(where, terminal, monkeypatch):
     if where == 'pipe':
         monkeypatch.setattr(terminal, 'isatty', lambda: False)
     elif where == 'dumb':

@@ -1,4 +1,4 @@
-"""JSON that others wrote: what is rejected, and that files of any kind end in an error and not in a hang."""
+"""JSON from untrusted sources: rejected texts, and errors instead of hangs for files of any kind."""
 
 import math
 import os
@@ -112,7 +112,7 @@ def test_files_without_an_end_are_not_read(tmp_path: Path, kind: str) -> None:
         except ValueError as error:
             messages.append(str(error))
 
-    # A read that hangs is left behind in its thread, and the test fails.
+    # If a read hangs, its thread is abandoned, and the test fails.
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     thread.join(200)

@@ -95,7 +95,7 @@ def test_state_is_that_of_the_last_returned_batch() -> None:
         for arrays in batches:
             state = batches.get_state()
             assert state == {'next': int(arrays['number']) + 1}
-            state['next'] = 100  # a copy: nobody else's state
+            state['next'] = 100  # a copy, whose state is not shared
         assert batches.get_state() == {'next': 6}
     assert batches.get_state() == {'next': 6}
 
@@ -135,7 +135,7 @@ def test_at_most_size_batches_are_loaded(size: int) -> None:
     with HELPER.prefetch(load(), size=size) as batches:
         for count in range(4):
             assert eventually(lambda count=count: len(loaded) == count + size)
-            time.sleep(0.02)  # as long as a loader that nobody stops would need for many more
+            time.sleep(0.02)  # as long as an unstopped loader would need for many more batches
             assert len(loaded) == count + size
             next(batches)
 
@@ -168,7 +168,7 @@ def test_slow_loader() -> None:
 
 
 def test_loader_that_reuses_memory() -> None:
-    memory = np.zeros(2**12, np.float32)  # large enough for JAX to share it, were it let
+    memory = np.zeros(2**12, np.float32)  # large enough for JAX to share its memory, if allowed
 
     def load() -> Iterator[Any]:
         for number in range(6):
@@ -368,7 +368,7 @@ def test_ctrl_c_keeps_the_remaining_batches() -> None:
 def test_loader_that_exits_ends_the_data(
     monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], together: bool
 ) -> None:
-    """As for any error of a loader, the other processes learn of it, and do not continue."""
+    """As for any error of a loader, the other processes get an error, and do not continue."""
 
     def load() -> Iterator[Any]:
         yield batch(0)
@@ -461,7 +461,7 @@ def test_loader_sees_the_settings_of_the_loop(setting: Any, look: Callable[[], A
     assert get_global_mesh() is None
     try:
         outside = look()
-    except (ValueError, RuntimeError):  # it needs what was set
+    except (ValueError, RuntimeError):  # it needs the settings
         return
     assert outside != here
 

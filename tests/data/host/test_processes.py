@@ -6,8 +6,8 @@ from tests.support.processes import Outcome, asked_for, names_of_checks, run_che
 
 CHECKS = names_of_checks('tests.support.data_checks')
 EVERY_MESH = 'check_every_mesh'
-# The checks in which four processes can fail differently from two: which process sends examples to which does
-# not depend on JAX. Two processes suffice to test the behavior of a JAX release.
+# The checks in which four processes can fail differently from two: scalax decides which process sends to
+# which, so two processes suffice to test a JAX release.
 OF_FOUR = [
     EVERY_MESH,
     'check_every_third_mesh',

@@ -157,7 +157,7 @@ def test_one_transfer_for_all_leaves(monkeypatch):
         ),
     ],
 )
-def test_data_that_does_not_divide(data, options, snapshot):
+def test_indivisible_data(data, options, snapshot):
     with snapshot.raises(DataError):
         HELPER.local_data_to_global_array(data, **options)
 
@@ -248,7 +248,7 @@ def test_broadcast_on_one_process():
     assert (result['n'], result['f'], result['b'], result['key']) == (2**40, 0.1, True, key)
     assert result['x'].dtype == np.int64
     assert isinstance(result['y'], np.ndarray)
-    result['x'][0] = 9  # in memory of its own
+    result['x'][0] = 9  # in separate memory
     assert tree['x'][0] == 0
 
 

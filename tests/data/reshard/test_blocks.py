@@ -52,7 +52,7 @@ def cases(draw):
 
 
 def carried_out(shape, schedule, array):
-    """Executes a schedule; returns the target blocks, and how often each element was written."""
+    """Executes a schedule; returns the target blocks, and the number of writes of each element."""
     have = {device: array[slices_in(box, [(0, n) for n in shape])] for device, box in schedule.source.items()}
     blocks = {device: np.zeros([b - a for a, b in box], int) for device, box in schedule.target.items()}
     written = {device: np.zeros_like(block) for device, block in blocks.items()}

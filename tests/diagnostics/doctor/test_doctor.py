@@ -52,17 +52,17 @@ def test_a_healthy_process_runs_a_program_on_each_device(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ('text', 'what'),
+    ('text', 'message'),
     [
         ('import os\nprint("almost", flush=True)\nos.abort()', 'starting Python failed (signal SIGABRT)'),
         ('import os\nprint("almost", flush=True)\nos._exit(3)', 'starting Python failed (exit code 3)'),
     ],
     ids=['a crash', 'an exit'],
 )
-def test_a_process_that_fails(begin, text, what):
+def test_a_process_that_fails(begin, text, message):
     begin(text)
     [finding] = open_devices({}, LONG).findings
-    assert finding.what.splitlines()[:2] == [what, '     almost']
+    assert finding.what.splitlines()[:2] == [message, '     almost']
     assert finding.cure == 'see its output above, which comes from JAX and its plugins'
 
 
@@ -139,17 +139,17 @@ def _runs(pid):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ('name', 'value', 'what'),
+    ('name', 'value', 'message'),
     [
         ('XLA_FLAGS', '--xla_no_such_flag=1', 'in XLA_FLAGS: --xla_no_such_flag=1'),
         ('XLA_FLAGS', 'xla_dump_to=/tmp', 'Could not open file "xla_dump_to=/tmp" to read flags'),
         ('JAX_PLATFORMS', 'nonsense', "Unable to initialize backend 'nonsense'"),
     ],
 )
-def test_variables_that_break_opening_devices(monkeypatch, name, value, what):
+def test_variables_that_break_opening_devices(monkeypatch, name, value, message):
     monkeypatch.setenv(name, value)
     [finding] = open_devices({}, LONG).findings
-    assert what in finding.what and finding.cure == _known_cure(finding.what)
+    assert message in finding.what and finding.cure == _known_cure(finding.what)
 
 
 def no_driver():
@@ -245,7 +245,7 @@ def test_this_installation():
 
 
 @pytest.mark.parametrize(
-    ('environ', 'present', 'what'),
+    ('environ', 'present', 'messages'),
     [
         ({'JAX_ENABLE_X46': '1'}, (), ['JAX_ENABLE_X46 is set, but JAX has no such setting']),
         ({'JAX_ENABLE_X64': '1', 'JAX_PROCESS_ID': '0', 'JAX_ZZ': ''}, (), []),
@@ -254,10 +254,10 @@ def test_this_installation():
         ({'JAX_PLATFORMS': 'tpu,cpu'}, ('TPU',), []),
     ],
 )
-def test_variables(environ, present, what):
+def test_variables(environ, present, messages):
     settings = ['jax_enable_x64', 'jax_platforms', 'check_vma']
     findings = environment.wrong_variables(environ, settings, present)
-    assert [finding.what for finding in findings] == what
+    assert [finding.what for finding in findings] == messages
 
 
 def test_devices_without_a_package():

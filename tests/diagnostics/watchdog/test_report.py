@@ -1,4 +1,4 @@
-"""Reports from states of processes, messages of strangers, and the functions by which phases are found."""
+"""Reports from states of processes, messages of strangers, and the functions that find phases."""
 
 import contextlib
 import importlib
@@ -25,12 +25,14 @@ def at(
     return ProcessState(process, 'gpu-07', 40 + process, step, phase=phase, silent=silent, **fields)
 
 
-def said(*states: ProcessState, late: bool = True, usual: float = 0.8, address: str = 'gpu-00:1234') -> str:
+def report_text(
+    *states: ProcessState, late: bool = True, usual: float = 0.8, address: str = 'gpu-00:1234'
+) -> str:
     return watch.report(list(states), late, usual, 5.0, address)
 
 
 def test_report_text() -> None:
-    text = said(at(0), at(1, state.LOADING, line='data.py:88 in read_shard', before=state.COMPUTING))
+    text = report_text(at(0), at(1, state.LOADING, line='data.py:88 in read_shard', before=state.COMPUTING))
     assert text == (
         '95 s have passed since step 7 (a step usually takes 0.8 s):\n'
         '  process 1 (host gpu-07, pid 41) is behind: loading for 94 s at data.py:88 in read_shard, after '
@@ -41,7 +43,7 @@ def test_report_text() -> None:
 
 
 def test_report_text_about_a_silent_process() -> None:
-    assert said(at(0), at(1, silent=12.0), late=False, usual=0.0) == (
+    assert report_text(at(0), at(1, silent=12.0), late=False, usual=0.0) == (
         '107 s have passed since step 7:\n'
         '  process 1 (host gpu-07, pid 41) is stopped, dead or out of reach; last: computing for 94 s at '
         'train.py:30 in train, after step 7; silent for 12 s\n'
@@ -51,7 +53,7 @@ def test_report_text_about_a_silent_process() -> None:
 
 
 def test_report_text_if_no_process_is_behind() -> None:
-    assert said(at(0), at(1, line='')) == (
+    assert report_text(at(0), at(1, line='')) == (
         '95 s have passed since step 7 (a step usually takes 0.8 s); no process is behind:\n'
         '  process 0 (host gpu-07, pid 40): computing for 94 s at train.py:30 in train, after step 7\n'
         '  process 1 (host gpu-07, pid 41): computing for 94 s, after step 7\n'
@@ -60,7 +62,7 @@ def test_report_text_if_no_process_is_behind() -> None:
 
 
 def test_report_text_if_the_user_cannot_know_the_secret() -> None:
-    assert said(at(0), at(1, step=6), address='').endswith(
+    assert report_text(at(0), at(1, step=6), address='').endswith(
         '\nWhat to do: `py-spy dump --pid 41` on gpu-07 shows its threads; in a run for which '
         'SCALAX_RUN_TOKEN is set, `scalax doctor --run` shows all processes.'
     )
@@ -80,7 +82,7 @@ def test_report_text_if_the_user_cannot_know_the_secret() -> None:
     ],
 )
 def test_phases_in_reports(phase: str, text: str) -> None:
-    assert f'pid 41) is behind: {text} for 94 s at ' in said(at(0), at(1, phase, step=6))
+    assert f'pid 41) is behind: {text} for 94 s at ' in report_text(at(0), at(1, phase, step=6))
 
 
 @pytest.mark.parametrize(
@@ -94,18 +96,18 @@ def test_phases_in_reports(phase: str, text: str) -> None:
         ((at(0), at(1, state.ENDING, silent=6.0)), {1}),
     ],
 )
-def test_who_is_behind(states: tuple[ProcessState, ...], behind: set[int]) -> None:
-    text = said(*states)
+def test_which_process_is_behind(states: tuple[ProcessState, ...], behind: set[int]) -> None:
+    text = report_text(*states)
     assert {item.process for item in states if f'process {item.process} (' in text} == behind
 
 
 def test_no_report_without_a_reason() -> None:
-    assert said(at(0), at(1, state.LOADING), late=False) == ''
-    assert said(at(0), at(1), usual=0.0) == ''  # the first step compiles
-    assert said(at(0), at(1, state.ENDING, silent=60.0), late=False) == ''
+    assert report_text(at(0), at(1, state.LOADING), late=False) == ''
+    assert report_text(at(0), at(1), usual=0.0) == ''  # the first step compiles
+    assert report_text(at(0), at(1, state.ENDING, silent=60.0), late=False) == ''
     # A program that records no steps may run well: its phase changes.
-    assert said(at(0), at(1, state.PYTHON, since=1.0), usual=0.0) == ''
-    assert 'is behind' in said(at(0), at(1, state.PYTHON), usual=0.0)
+    assert report_text(at(0), at(1, state.PYTHON, since=1.0), usual=0.0) == ''
+    assert 'is behind' in report_text(at(0), at(1, state.PYTHON), usual=0.0)
 
 
 SECRET = b'of this run, and long enough'
@@ -176,7 +178,7 @@ def test_no_response_to_strangers(caplog: pytest.LogCaptureFixture) -> None:
         second = client.request(asked)
         assert client.read_response(exchanged(zero, other, second))
         assert exchanged(zero, other, second) == b''  # it counts once
-        # A replay of the first request gets a response that is not longer than it, and changes no state.
+        # A replay of the first request gets a response that is no longer than it, and changes no state.
         assert len(exchanged(zero, other, first)) <= len(first) and zero._received[1].step == 7
         for packet in (
             b'GET / HTTP/1.1',

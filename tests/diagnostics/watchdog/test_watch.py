@@ -35,19 +35,19 @@ def training(*arguments: str, slurm: bool = False, secret: str = '') -> Iterator
             {'JAX_COORDINATOR_ADDRESS': address, 'JAX_NUM_PROCESSES': '2', 'JAX_PROCESS_ID': str(index)}
             for index in range(2)
         ]
-        if slurm:  # JAX detects the rest, and tells nobody
+        if slurm:  # JAX detects the others without a message
             job = {'SLURM_JOB_ID': '7', 'SLURM_STEP_NODELIST': 'localhost', 'SLURM_NTASKS': '2'}
             env = [
                 {**job, 'SLURM_PROCID': i, 'SLURM_LOCALID': i, 'JAX_COORDINATOR_PORT': str(port)}
                 for i in '01'
             ]
         program = [str(PROGRAM), *arguments]
-        env = [{**one, 'JAX_NUM_CPU_DEVICES': '1', 'SCALAX_RUN_TOKEN': secret} for one in env]
+        env = [{**variables, 'JAX_NUM_CPU_DEVICES': '1', 'SCALAX_RUN_TOKEN': secret} for variables in env]
         with started(program, program, env=env) as two:
             try:
                 yield two, address
             finally:
-                for process in two.processes:  # a stopped one ends by no other signal
+                for process in two.processes:  # no other signal ends a stopped process
                     process.kill()
 
 
@@ -64,11 +64,11 @@ def said(two: Running, index: int, text: str = '') -> str:
     return re.sub(r'\d+ s\b', 'N s', re.sub(r'takes [\d.]+ s', 'takes N s', report[0].rstrip('\n')))
 
 
-def expected(stuck: Running, index: int, how: str, what: str, address: str) -> str:
+def expected(stuck: Running, index: int, how: str, phase: str, address: str) -> str:
     pid, host = stuck.processes[index].pid, os.uname().nodename
     return (
         f'N s have passed since step 12 (a step usually takes N s):\n'
-        f'  process {index} (host {host}, pid {pid}){how}: {what}\n'
+        f'  process {index} (host {host}, pid {pid}){how}: {phase}\n'
         f'What to do: `py-spy dump --pid {pid}` on {host} shows its threads; '
         f'`scalax doctor --run {address}` shows all processes.'
     )
@@ -76,7 +76,7 @@ def expected(stuck: Running, index: int, how: str, what: str, address: str) -> s
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ('how', 'index', 'what'),
+    ('how', 'index', 'phase'),
     [
         ('loading', 1, f'loading for N s at {line_of("sleep(STUCK)")} in read_shard'),
         ('callback', 0, f'in Python that JAX calls for N s at {line_of("sleep(STUCK)", 1)} in look_up'),
@@ -84,11 +84,11 @@ def expected(stuck: Running, index: int, how: str, what: str, address: str) -> s
         ('exit', 1, 'ending for N s'),
     ],
 )
-def test_all_say_who_is_behind(how: str, index: int, what: str) -> None:
+def test_all_processes_report_which_one_is_behind(how: str, index: int, phase: str) -> None:
     with training(how, '2') as (two, address):
         for process in range(2):
-            text = re.sub(r', [a-zA-Z ]+ before that', '', said(two, process))
-            assert text == expected(two, index, ' is behind', f'{what}, after step 12', address)
+            text = re.sub(r', [a-zA-Z ]+ before that', '', report_of(two, process))
+            assert text == expected(two, index, ' is behind', f'{phase}, after step 12', address)
         assert main(['doctor', '--run', address]) == ExitCode.FOUND
 
 
@@ -102,7 +102,7 @@ FAILED = (
 
 @pytest.mark.medium
 @pytest.mark.parametrize(('index', 'slurm', 'secret'), [(0, False, ''), (1, True, ''), (1, True, SECRET)])
-def test_one_that_is_stopped(
+def test_a_stopped_process_is_reported(
     index: int, slurm: bool, secret: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under SLURM the address is not a loopback address, so it needs a secret."""
@@ -115,7 +115,7 @@ def test_one_that_is_stopped(
         assert f'pid {pid}) is stopped, dead or out of reach; last: ' in text
         assert re.search(r', after step \d+.*; silent for N s\n', text)
         assert text.count('process ') == 1
-        if slurm and not secret:  # process 0 has made one
+        if slurm and not secret:  # process 0 has created one
             assert text.endswith(
                 '; in a run for which SCALAX_RUN_TOKEN is set, `scalax doctor --run` shows all processes.'
             )

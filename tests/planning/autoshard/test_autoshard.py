@@ -89,7 +89,7 @@ def losses(step, state, tokens, count=10):
 
 
 @pytest.mark.slow
-def test_ten_steps_are_those_of_one_device(search_result):
+def test_ten_steps_match_one_device(search_result):
     tokens = jax.random.randint(jax.random.key(1), (64, 16), 0, 512)
     helper = MeshShardingHelper([*search_result.mesh.values()], [*search_result.mesh], True)
     step = helper.sjit(
@@ -129,7 +129,7 @@ def test_its_code_offers_to_verify_the_step(search_result, capsys):
 
 
 @pytest.mark.medium
-def test_what_it_says(search_result):
+def test_its_text(search_result):
     text = search_result.to_text(120)
     assert ' on 8 cpu devices, batch ' in text and ': fits (' in text
     assert 'until nothing improved' in text and search_result.stop_reason == ''
@@ -201,7 +201,7 @@ def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
     assert autoshard(product, simple(), **options(file=file)).num_trials == len(attempts) == first.num_trials
 
 
-def test_ctrl_c_gives_the_best_so_far(monkeypatch):
+def test_ctrl_c_returns_the_best_result_so_far(monkeypatch):
     attempt, attempts = trial.run_trial, []
 
     def stopped(*args):
@@ -222,7 +222,7 @@ def test_ctrl_c_gives_the_best_so_far(monkeypatch):
 
 
 @pytest.mark.medium
-def test_an_array_of_the_batch_without_rows_is_whole():
+def test_an_array_of_the_batch_without_examples_is_replicated():
     def step(w, x, mask):
         return jnp.sum(jnp.tanh(x @ w) * jnp.sum(mask))
 
@@ -290,7 +290,7 @@ def test_rows_in_another_dimension():
     assert autoshard(step, args, **options(batch_dim=1)).batch_spec == P(None, 'fsdp')
 
 
-def test_rows_that_do_not_divide_are_replicated_on_meshes_without_an_axis_for_them():
+def test_indivisible_batches_are_replicated_on_meshes_without_a_fitting_axis():
     result = autoshard(product, simple(rows=3), **options(sizes={'tp': 8}))
     assert result.mesh == {'fsdp': 1, 'tp': 8} and result.batch_spec == P()
 
@@ -403,7 +403,7 @@ def test_results_in_a_named_tuple_or_a_dict(kind):
         (lambda params, x: x.sum(), None),
     ],
 )
-def test_results_are_where_equal_arguments_are(out, expected):
+def test_results_are_sharded_like_equal_arguments(out, expected):
     assert trace_step(out, simple(), 1).map_results(['of the state', 'of the batch']) == expected
 
 
@@ -445,13 +445,13 @@ def test_settings_of_jax_hold_in_trials():
 
 
 @pytest.mark.medium
-def test_of_layouts_that_do_not_fit_a_compiled_one_wins():
+def test_among_layouts_that_do_not_fit_a_compiled_one_is_best():
     result = autoshard(product, simple(), **options(memory=20_000, sizes={'tp': [1, 2]}))
     assert result.fits is False and result.overlapped_seconds < 1
     assert json.dumps(result.to_dict(), allow_nan=False)
 
 
-def test_a_mistake_of_the_step_is_the_cause():
+def test_an_error_of_the_step_is_the_cause():
     def wrong(params, x):
         return params['no such key']
 
@@ -476,7 +476,7 @@ def block(width, hidden, rows):
     return {'up': up, 'down': down}, jax.ShapeDtypeStruct((rows, width), 'bfloat16')
 
 
-def test_errors_are_no_outcomes(monkeypatch):
+def test_errors_are_not_outcomes(monkeypatch):
     """Only programs that the compiler rejects are outcomes; a bug in scalax is not a rejected layout."""
     monkeypatch.setattr(Problem, 'batch_spec_of', lambda *_: {}['a mistake'])
     with pytest.raises(KeyError, match='a mistake') as raised:
@@ -496,7 +496,7 @@ def test_equal_layouts_with_less_memory_are_better():
 
 @pytest.mark.medium
 @tpu_compiler.needed
-def test_a_vocabulary_that_does_not_divide_is_sharded_by_its_width():
+def test_an_indivisible_vocabulary_is_sharded_by_its_width():
     """The table is gathered, and its gradient is reduce-scattered; logits are not all-reduced."""
 
     def step(params, tokens):
@@ -522,7 +522,7 @@ def test_a_vocabulary_that_does_not_divide_is_sharded_by_its_width():
 
 @pytest.mark.medium
 @tpu_compiler.needed
-def test_what_does_not_fit_says_so():
+def test_a_state_that_does_not_fit_is_reported():
     result = autoshard(block_gradient, block(1 << 18, 1 << 18, 64), 'v5e:2x4', **options())
     assert result.fits is False
     text = str(result)
@@ -531,7 +531,7 @@ def test_what_does_not_fit_says_so():
 
 @pytest.mark.slow
 @tpu_compiler.needed
-def test_tensor_parallelism_comes_out_where_rows_are_few():
+def test_tensor_parallelism_is_chosen_for_few_rows():
     """Gathering weights takes longer than moving 32 rows: one weight is column-, the other row-parallel."""
     args = block(4096, 16384, 32)
     result = autoshard(block_gradient, args, 'v5e:2x4', **options(sizes={'tp': [1, 8]}))

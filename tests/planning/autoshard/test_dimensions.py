@@ -41,7 +41,7 @@ def test_columns_and_the_rows_that_they_meet():
     assert classes == [{'down.0', 'up.1'}]
 
 
-def test_a_residual_joins_what_it_goes_through():
+def test_a_residual_connection_joins_dimension_classes():
     weights = {'up': array(4, 8), 'down': array(8, 4), 'last': array(4, 16), 'scale': array(4)}
 
     def model(w, x):
@@ -118,7 +118,7 @@ def test_calls_branches_and_convolutions():
     assert classes == [{'one.3', 'two.2'}] and multiplied == {'one', 'two'}
 
 
-def test_behind_what_is_not_known_there_are_no_dimensions():
+def test_dimensions_are_not_followed_through_unknown_primitives():
     def model(w, x):
         out = jax.ShapeDtypeStruct((2, 8), 'float32')
         return jax.pure_callback(lambda y: y, out, x @ w['w']) @ w['v']
@@ -128,7 +128,7 @@ def test_behind_what_is_not_known_there_are_no_dimensions():
 
 
 @pytest.mark.parametrize('name', ['dot_general', 'stack', 'scan', 'jit', 'add', 'device_put'])
-def test_primitives_of_others_with_names_of_jax_are_not_known(name):
+def test_primitives_of_other_libraries_with_jax_names_are_unknown(name):
     other = Primitive(name)
     other.def_abstract_eval(lambda x, w: x)
     classes, *_ = named_dim_uses(lambda w, x: other.bind(x, w['w']), {'w': array(4, 8)}, array(2, 4))

@@ -87,7 +87,7 @@ def test_a_stack_in_which_columns_are_the_next_rows_is_not_folded():
     assert second.classes[0] == first.classes[1] != first.classes[0]
 
 
-def test_what_is_small_or_placed_is_in_no_group():
+def test_small_or_constrained_leaves_are_in_no_group():
     params = {'bias': jnp.ones(8), 'v': jnp.ones((512, 512)), 'w': jnp.ones((512, 512))}
     x = jnp.ones((8, 512))
     groups, paths = groups_of(lambda p, x: (x @ p['w']) @ p['v'] + p['bias'][0], params, x, fixed=[2])

@@ -103,7 +103,7 @@ def test_layers_and_moments_take_the_rows_of_one_layer() -> None:
 
 
 @pytest.mark.medium
-def test_numbers_are_named_where_layers_differ() -> None:
+def test_layer_indices_are_named_if_layers_differ() -> None:
     assert rows(state(decoder(80, first=3))) == [
         ('(^|/)(query|key|value)/bias$', VECTOR),
         ('(^|/)(embedding|out/kernel|layers/(0|1|2)/mlp/down/kernel)$', ROW),
@@ -318,7 +318,7 @@ def test_any_keys_resolve_as_asked(leaves: Leaves) -> None:
 
 @examples(100)
 @hypothesis.given(trees(NAMES))
-def test_keys_are_whole(leaves: Leaves) -> None:
+def test_a_regex_matches_entire_keys(leaves: Leaves) -> None:
     """A regex for the last key of a path does not match a longer key that contains it."""
     *result, (_, default) = rows(leaves)
     ends = [(regex, spec) for regex, spec in result if not regex.endswith('/')]
@@ -345,7 +345,7 @@ def test_layers_that_differ_at_random_resolve_as_asked(data: st.DataObject) -> N
 @pytest.mark.medium
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize('model', all_models('large'), ids=lambda model: model.name)
-def test_rules_are_about_as_short_as_those_by_hand(model: Any) -> None:
+def test_rules_are_nearly_as_short_as_hand_written_rules(model: Any) -> None:
     params = jax.eval_shape(model.init, jax.random.key(0))
     tree = params, jax.eval_shape(optax.adamw(1e-3).init, params)
     specs = jax.tree.leaves(model.columns_and_rows.apply(tree), is_leaf=lambda leaf: isinstance(leaf, P))

@@ -48,7 +48,7 @@ def found_losses(model: Model) -> tuple[AutoShardingResult, list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', SEARCHED)
-def test_ten_steps_are_those_of_one_device(name: str) -> None:
+def test_ten_steps_match_one_device(name: str) -> None:
     result, losses = found_losses(MODELS[name])
     assert math.prod(result.mesh.values()) == 8
     expected = ten_losses(MODELS[name], None, arguments(MODELS[name]))

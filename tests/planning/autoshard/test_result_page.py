@@ -10,7 +10,7 @@ from tests.support import ROOT
 
 @pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason='which of two equal places is found differs there')
-def test_the_page_shows_what_is_found():
+def test_the_page_shows_the_current_result():
     page = (ROOT / 'docs' / 'auto_sharding.md').read_text(encoding='utf-8')
     arguments = shapes(batch_size=64, layers=2, patches=16, channels=256)
     result = autoshard(

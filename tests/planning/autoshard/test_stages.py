@@ -93,7 +93,7 @@ def test_its_code_makes_the_program_of_the_plan(result):
 
 
 @pytest.mark.slow
-def test_its_steps_are_those_of_one_device(result):
+def test_its_steps_match_one_device(result):
     keys = iter(jax.random.split(jax.random.key(0), 8))
     shapes, x = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), arguments()), next(keys)
     params = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape) / 32, shapes[0][0])
@@ -139,7 +139,7 @@ def test_over_a_fast_network_there_is_no_pipeline():
         ({'keep': [('scale', P())]}, 'takes stacks that are sharded over'),
     ],
 )
-def test_what_cannot_be_a_pipeline_says_why(options, message):
+def test_the_reason_why_a_step_cannot_be_a_pipeline(options, message):
     result = found_for(**options)
     [reason] = [row.reason for row in result.meshes if row.pipeline]
     assert result.pipeline is None and message in reason

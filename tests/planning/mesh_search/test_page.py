@@ -144,7 +144,7 @@ def test_the_table(tmp_path):
         ),
     ],
 )
-def test_what_a_reader_should_not_miss(result, message, tmp_path):
+def test_important_notes_are_on_the_page(result, message, tmp_path):
     text = written(result, tmp_path)
     for words in message:
         assert words in text, words
@@ -212,7 +212,7 @@ def test_the_plan_of_each_unfolds(browser, tmp_path):
 @pytest.mark.parametrize('width', [1280, 400])
 @pytest.mark.parametrize('dark', [False, True])
 @pytest.mark.parametrize('make', [search, hostile])
-def test_nothing_is_cut(browser, tmp_path, make, width, dark):
+def test_no_text_is_cut(browser, tmp_path, make, width, dark):
     root = opened(browser, make(), tmp_path, width=width, dark=dark)
     assert browser.overflow() == 0 and browser.complaints() == []
     assert root.find_element(By.CSS_SELECTOR, 'tbody td').is_displayed()

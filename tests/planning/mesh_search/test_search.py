@@ -74,7 +74,7 @@ def test_constraints():
 
 
 @pytest.mark.parametrize('those', ['4', None, 2.0, ['2'], (size for size in (1, 2))])
-def test_sizes_that_are_none(those):
+def test_invalid_sizes(those):
     with pytest.raises(ArgumentError) as raised:
         [*possible_meshes(8, ['fsdp', 'tp'], {'tp': those})]
     assert str(raised.value) == (
@@ -83,7 +83,7 @@ def test_sizes_that_are_none(those):
 
 
 @pytest.mark.parametrize('constraints', ['tp=4', ['tp'], 4])
-def test_constraints_that_are_none(constraints):
+def test_invalid_constraints(constraints):
     with pytest.raises(ArgumentError) as raised:
         [*possible_meshes(8, ['fsdp', 'tp'], constraints)]
     assert str(raised.value) == (
@@ -175,7 +175,7 @@ def test_the_table(result):
 
 @pytest.mark.medium
 @tpu_compiler.needed
-def test_what_does_not_fit_or_divide_has_lost():
+def test_candidates_that_do_not_fit_or_divide_are_not_chosen():
     def too_large(helper):
         return make_step(helper, width=32768, tokens=65536)
 
@@ -200,7 +200,7 @@ def test_what_does_not_fit_or_divide_has_lost():
     assert by_mesh[2, 2].plan and by_mesh[1, 4].plan
 
 
-def test_what_jax_cannot_divide_rules_a_candidate_out():
+def test_an_indivisible_dimension_rules_a_candidate_out():
     mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Explicit,))
     with pytest.raises(ValueError, match='divide') as caught:
         jax.jit(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, P('fsdp')))).lower(np.ones(9))
@@ -362,7 +362,7 @@ def test_far_from_the_limit_a_quick_plan_decides(monkeypatch):
 @pytest.mark.slow
 @tpu_compiler.needed
 @pytest.mark.parametrize(('full', 'num_full_plans'), [(None, 1), (1, 1), (2, 2)])
-def test_no_more_full_plans_are_made_than_are_asked_for(monkeypatch, full, num_full_plans):
+def test_at_most_the_requested_number_of_full_plans_is_made(monkeypatch, full, num_full_plans):
     asked = _with_memory(monkeypatch, quick=1.05, full=0.9)
     result = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], full=full)
     assert [quick for *_, quick in asked] == [True] * 3 + [False] * num_full_plans
@@ -383,7 +383,7 @@ def test_full_plans_are_made_until_one_fits(monkeypatch):
 
 
 @tpu_compiler.needed
-def test_what_cannot_fit_is_not_compiled(monkeypatch):
+def test_steps_that_cannot_fit_are_not_compiled(monkeypatch):
     asked = _with_memory(monkeypatch, quick=0.5)
 
     def large(helper):
@@ -403,7 +403,7 @@ def test_what_cannot_fit_is_not_compiled(monkeypatch):
 
 
 @tpu_compiler.needed
-def test_what_reads_little_of_its_arguments_is_planned():
+def test_a_step_that_reads_few_of_its_arguments_is_planned():
     """It reads one row of a replicated table: reading all of it would take longer than the best mesh."""
 
     def look_up(helper):
@@ -448,7 +448,7 @@ def test_bounds_are_bounds(result):
         ),
     ],
 )
-def test_what_cannot_be_asked(options, error, message):
+def test_invalid_arguments(options, error, message):
     with pytest.raises(error) as raised:
         search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
     assert str(raised.value) == message
@@ -482,7 +482,7 @@ def test_slices():
 # --- The value -----------------------------------------------------------------------------------
 
 
-def test_nothing_found():
+def test_a_search_without_results():
     nothing = SearchResult((Candidate({'x': 4}, reason='no'),), 'v5e:2x2')
     assert not nothing.fits
     assert not SearchResult((), 'v5e:2x2').fits

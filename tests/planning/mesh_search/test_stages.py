@@ -95,7 +95,7 @@ def test_it_shows_the_parts_and_is_saved(result):
 
 
 @tpu_compiler.needed
-def test_given_numbers_are_those_of_its_plans(result):
+def test_specified_numbers_of_microbatches_are_planned(result):
     plan = result.best
     assert plan.hardware == SLOW and Plan.load(plan.to_json()) == plan
     assert plan.roofline().step_seconds.overlapped > plan.roofline('v5e').step_seconds.overlapped
@@ -120,7 +120,7 @@ def test_inside_a_slice_it_loses():
         ({'mixed': True}, 'cannot run on microbatches: sub uses a batch-wide sum'),
     ],
 )
-def test_what_cannot_be_a_pipeline_says_why(options, message):
+def test_the_reason_why_a_step_cannot_be_a_pipeline(options, message):
     def make(helper, pipeline):
         return make_step(helper, pipeline, **options)
 

@@ -168,7 +168,7 @@ def test_values_of_decoding(options):
 
 
 @pytest.mark.parametrize('options', BATCHES.values(), ids=BATCHES)
-def test_the_axes_of_a_batch_are_those_of_the_dimension_that_its_arrays_share(options):
+def test_the_axes_of_a_batch_shard_the_dimension_that_its_arrays_share(options):
     assert decoding(**options).explain_propagation(*decoding_arguments()).axes == ('fsdp',)
 
 

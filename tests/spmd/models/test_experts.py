@@ -41,7 +41,7 @@ def program(loss):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('loss', [put_back_by_gather, put_back_by_scatter])
-def test_values_are_those_of_one_device(loss):
+def test_values_match_one_device(loss):
     experts = program(loss)
     assert_values_of_one_device(experts.compiled_step(HELPER), experts.step, *experts.arguments(examples=16))
 

@@ -167,7 +167,7 @@ PROGRAMS = {
 @pytest.mark.medium
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize('name', PROGRAMS)
-def test_values_are_those_of_one_device(name):
+def test_values_match_one_device(name):
     program = PROGRAMS[name]
     assert_values_of_one_device(program.compiled_step(HELPER), program.step, *program.arguments(examples=16))
 

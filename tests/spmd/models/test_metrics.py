@@ -50,7 +50,7 @@ def moved_for_accuracy(helper, *args, **options):
 
 
 @pytest.mark.slow
-def test_values_are_those_of_one_device():
+def test_values_match_one_device():
     args = arguments(512, 16, (8, 8))
     assert_values_of_one_device(compiled(HELPER, True), step_with(True), *args)
 

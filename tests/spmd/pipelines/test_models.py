@@ -112,7 +112,7 @@ def marked(name, mesh):
     'name, mesh',
     [marked(name, mesh) for name in MODELS if name not in {*REFUSED, *WITHOUT_STACKS} for mesh in MESHES],
 )
-def test_steps_are_those_of_one_device(name, mesh):
+def test_steps_match_one_device(name, mesh):
     fun, step, (state, batch, key) = staged(MODELS[name], mesh)
     reference, expected_state = jax.jit(step, compiler_options=QUICKLY), state
     for i in range(STEPS):
@@ -124,7 +124,7 @@ def test_steps_are_those_of_one_device(name, mesh):
 
 @pytest.mark.medium
 @pytest.mark.parametrize('name', [*REFUSED])
-def test_layers_that_mix_rows_are_refused(name):
+def test_layers_that_mix_examples_are_rejected(name):
     fun, _, args = staged(MODELS[name], 'four stages')
     with pytest.raises(PipelineError) as caught:
         fun.trace(*args)
@@ -133,7 +133,7 @@ def test_layers_that_mix_rows_are_refused(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['flax.nnx modules', 'recurrent cell', 'recommender'])
-def test_models_without_stacks_are_refused(name):
+def test_models_without_stacked_layers_are_rejected(name):
     fun, _, args = staged(MODELS[name], 'four stages')
     with pytest.raises(PipelineError, match='no loop runs over layers'):
         fun.trace(*args)

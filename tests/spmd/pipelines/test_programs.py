@@ -69,7 +69,7 @@ def assert_close(actual, expected, tolerance):
 @pytest.mark.medium
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize('name', named(PROGRAMS))
-def test_programs_compute_what_one_device_computes(name):
+def test_programs_match_one_device(name):
     program, args = PROGRAMS[name], arguments()
     expected = jax.jit(program.compiled, compiler_options=QUICKLY)(*args)
     with warnings.catch_warnings():
@@ -88,7 +88,7 @@ def has_rounds(name):
 @pytest.mark.slow
 @pytest.mark.parametrize('gather', ['tick', 'step'])
 @pytest.mark.parametrize('name', [name for name in PROGRAMS if has_rounds(name)])
-def test_programs_in_rounds(name, gather):
+def test_programs_with_repeats(name, gather):
     program, args = PROGRAMS[name], arguments()
     expected = jax.jit(program.compiled, compiler_options=QUICKLY)(*args)
     assert_close(staged(program, num_repeats=2, fsdp_gather=gather)(*args), expected, program.tolerance)
@@ -199,7 +199,7 @@ def test_errors_name_the_line_that_mixes_rows(name):
     assert code in lines[int(match[2]) - 1]
 
 
-def test_effects_are_refused():
+def test_effects_are_rejected():
     name = 'debug_print|debug_callback'
     with pytest.raises(
         PipelineError, match=f'({name}) has an effect, which would happen more often, at programs.py'
@@ -207,7 +207,7 @@ def test_effects_are_refused():
         staged(REFUSED['print_of_weights']).trace(*arguments())
 
 
-def test_layers_without_a_loop_are_refused():
+def test_layers_without_a_loop_are_rejected():
     with pytest.raises(PipelineError) as caught:
         staged(REFUSED['layers_in_a_python_loop']).trace(*arguments())
     assert str(caught.value).startswith(
@@ -217,7 +217,7 @@ def test_layers_without_a_loop_are_refused():
     )
 
 
-def test_layers_that_do_not_take_the_batch_are_refused():
+def test_layers_that_do_not_use_the_batch_are_rejected():
     helper = PROGRAMS['evaluation'].helper()
 
     def product_of_layers(layers, x):
@@ -239,7 +239,7 @@ def test_layers_that_do_not_take_the_batch_are_refused():
     )
 
 
-def test_layers_that_no_rule_shards_are_refused():
+def test_layers_that_no_rule_shards_are_rejected():
     step = (
         PROGRAMS['evaluation']
         .helper()

@@ -78,7 +78,7 @@ def assert_close(actual, expected):
     ],
     ids=str,
 )
-def test_values_are_those_of_one_device(pipeline, spec):
+def test_values_match_one_device(pipeline, spec):
     _, fun = staged(step, pipeline, spec)
     params, expected_params = parameters(), parameters()
     for _ in range(2):
