@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-# Tracing and compiling take as long as they take; fixed examples make every failure repeatable.
+# Without deadlines, because tracing and compiling are slow; fixed examples make failures repeatable.
 hypothesis.settings.register_profile('scalax', max_examples=100, deadline=None, derandomize=True)
 # For `make test` and `make check`: the first of the same examples.
 hypothesis.settings.register_profile('fewer', max_examples=25, deadline=None, derandomize=True)
-# For `make fuzz`, with --hypothesis-profile and --hypothesis-seed: other examples than those of the suite.
+# For `make fuzz`, with --hypothesis-profile and --hypothesis-seed: examples that differ from the suite's.
 hypothesis.settings.register_profile(
     'fuzz',
     max_examples=int(os.environ.get('FUZZ_EXAMPLES', '250')),
@@ -51,7 +51,7 @@ def no_mesh_left_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_failed_effects_left_behind() -> Iterator[None]:
-    """Fails a test that leaves a failed callback behind, because later tests would get its error."""
+    """Fails a test with an unhandled failed callback, because later tests would get its error."""
     yield
     jax.effects_barrier()
 

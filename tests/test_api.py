@@ -1,6 +1,6 @@
 """The public names of scalax, their signatures and first lines of docstrings, as in ``tests/api.txt``.
 
-``python tests/test_api.py`` writes this file anew, so that a diff shows the changes.
+``python tests/test_api.py`` rewrites this file, so that a diff shows the changes.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ MODULES = [
 
 
 def public(module: types.ModuleType) -> Iterator[tuple[str, Any]]:
-    """The names of a module that are for users: those of ``__all__``, else those that it defines itself."""
+    """Returns the public names of a module: ``__all__``, or otherwise the names that it defines."""
     names = getattr(module, '__all__', None) or [
         name
         for name, value in vars(module).items()

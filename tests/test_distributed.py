@@ -87,7 +87,7 @@ def test_a_single_process_is_never_too_late() -> None:
 def test_late_initialization_is_an_error(asked: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match='must be called before'):
         distributed.initialize(**asked)
-    distributed.initialize(cluster_detection_method='deactivate')  # asks for nothing
+    distributed.initialize(cluster_detection_method='deactivate')  # requests nothing
 
 
 def test_jax_may_fail_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_the_helper_is_one_class():
 def test_errors_about_calls_name_the_public_class(call, message):
     with pytest.raises(TypeError) as error:
         call()
-    assert str(error.value).startswith(message)  # Python may add what was probably meant
+    assert str(error.value).startswith(message)  # Python may add a suggestion
 
 
 OPTIONS = {
@@ -288,7 +288,7 @@ def test_report_values():
     assert (kernel.rule, kernel.reason) == ("regex 'kernel'", '')
     assert (kernel.bytes, kernel.bytes_per_device, kernel.is_replicated) == (512, 64, False)
     assert rows['odd'].reason == "asked for P('fsdp',), but a dimension is not divisible"
-    assert rows['odd'].dtype == 'float32'  # what a float64 of numpy becomes on a device
+    assert rows['odd'].dtype == 'float32'  # the dtype of a float64 NumPy array on a device
     assert (report.bytes, report.bytes_per_device) == (512 + 64 + 96 + 4, 64 + 32 + 96 + 4)
     assert (report.replicated.paths, report.replicated.bytes) == (('odd', 'step'), 100)
     assert (report.unused_rules, report.shadowed_rules) == (('qkv',), ('dense/kernel',))

@@ -1,4 +1,4 @@
-"""What importing scalax may do, which file may import which, and whose names they may use."""
+"""Rules for imports: side effects of importing scalax, which file may import which, and private names."""
 
 import ast
 import graphlib
@@ -19,7 +19,7 @@ PACKAGE = ROOT / 'scalax'
 FILES = sorted(PACKAGE.rglob('*.py'))
 MAX_LINES = 400
 
-# From the bottom up: what is in a package imports what is in packages before it, wherever the import is.
+# From the bottom up: modules only import from packages before theirs, wherever the import is.
 DESIGN = (ROOT / 'docs' / 'design.md').read_text(encoding='utf-8')
 SECTION = DESIGN.partition('## Packages')[2].partition('\n## ')[0]
 ROOMS = re.findall(r'^\| `([\w.]+)` \|', SECTION, re.MULTILINE)[::-1]
@@ -55,7 +55,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def package_of(path: Path) -> str:
-    """The package that a file's relative imports start from."""
+    """Returns the package that a file's relative imports start from."""
     name = module_name(path)
     return name if path.name == '__init__.py' else name.rpartition('.')[0]
 
@@ -67,7 +67,7 @@ each_file = pytest.mark.parametrize('path', FILES, ids=relative)
 
 
 def imported_modules(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
-    """All imports of a file, also those inside functions, with their lines and full names."""
+    """Yields all imports of a file, including those inside functions, with lines and full names."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -84,11 +84,11 @@ def imported_modules(tree: ast.Module, package: str) -> Iterator[tuple[int, str]
                 yield node.lineno, base if a_name else full
 
 
-# --- What the import does ------------------------------------------------------------------------
+# --- Side effects of the import -------------------------------------------------------------------
 
 
 def run_fresh(code: str) -> str:
-    """Runs code in an interpreter that has imported nothing yet."""
+    """Runs code in a new interpreter without imports."""
     env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
     env.pop('JAX_NUM_CPU_DEVICES', None)
     env.pop('XLA_FLAGS', None)
@@ -103,7 +103,7 @@ IMPORT = 'import scalax, scalax.checkpoint, scalax.sharding, scalax.utils'
 
 @pytest.mark.medium
 def test_import_touches_no_device() -> None:
-    # JAX takes the number of devices only as long as no backend is in use.
+    # JAX only accepts the number of devices until a backend is in use.
     code = f"""
 import jax
 {IMPORT}
@@ -200,12 +200,12 @@ def test_an_import_that_does_not_point_up_is_fine(statement: str) -> None:
 
 
 def imports_of_files() -> dict[str, set[str]]:
-    """What each file imports, type hints too."""
+    """Returns the imports of each file, including those for type hints."""
     return {
         module: {name for _, name in imported_modules(TREES[path], package_of(path)) if name in MODULES}
         - {module}
         for module, path in MODULES.items()
-        if path.name != '__init__.py'  # packages only hand on what is in them
+        if path.name != '__init__.py'  # packages only re-export names of their modules
     }
 
 
@@ -214,7 +214,7 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
     assert list(graphlib.TopologicalSorter(imports_of_files()).static_order())
 
 
-# --- Whose names they use ------------------------------------------------------------------------
+# --- Private names of other libraries -------------------------------------------------------------
 
 
 def is_private(name: str) -> bool:
@@ -222,7 +222,7 @@ def is_private(name: str) -> bool:
 
 
 def defined_names(tree: ast.Module) -> Iterator[str]:
-    """Names a file gives to something: functions, classes, variables, attributes, modules."""
+    """Yields the names that a file defines: functions, classes, variables, attributes, modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -239,10 +239,10 @@ OURS |= {part for module in MODULES for part in module.split('.')}
 
 
 def private_uses(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
-    """Imports of, and attributes with, private names that nothing in scalax defines.
+    """Yields uses of private names, as imports or attributes, that scalax does not define.
 
-    The type of an object cannot be read off the source, but a private attribute that scalax itself
-    never defines can only be somebody else's.
+    The type of an object is not visible in the source, but a private attribute that scalax never defines must
+    belong to another library.
     """
     for line, name in imported_modules(tree, package):
         if any(is_private(part) for part in name.split('.')) and name.split('.')[0] != 'scalax':
@@ -286,11 +286,11 @@ def test_a_private_name_is_found(statement: str) -> None:
     assert list(private_uses(ast.parse(statement), 'scalax'))
 
 
-# --- What a file looks like ----------------------------------------------------------------------
+# --- Sizes of files -------------------------------------------------------------------------------
 
 
 def lines_of_code(source: str) -> int:
-    """The lines that hold code: no blank lines, comments or docstrings."""
+    """Returns the lines of code, without blank lines, comments and docstrings."""
     no_code = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
     lines: set[int] = set()
     statement: list[tokenize.TokenInfo] = []

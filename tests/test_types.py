@@ -1,4 +1,4 @@
-"""What type checkers know: see tests/typed, which `make check` and `make test` give to mypy."""
+"""Type checking: see tests/typed, which `make check` and `make test` check with mypy."""
 
 import runpy
 

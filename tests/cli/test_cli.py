@@ -75,7 +75,7 @@ def test_a_plan_is_printed_though_its_page_cannot_be_written(job, capsys):
 
 
 def run(*arguments):
-    """Runs in a separate process, with other devices than those of the tests."""
+    """Runs in a separate process, which may have other devices."""
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), *sys.path])}
     env.pop('JAX_NUM_CPU_DEVICES', None)
     command = [sys.executable, '-W', 'error', '-m', 'scalax', *map(str, arguments)]

@@ -222,7 +222,7 @@ def shrinking(code: str, *flags: str) -> list[str]:
             ],
             marks=pytest.mark.slow,
         ),
-        (  # nobody is lost by an error, nor where one aborts and all others live
+        (  # an error loses no process; neither does an abort while all others live
             'os.abort() if me == 0 else time.sleep(600)',
             ['--restarts=1'],
             128 + signal.SIGABRT,
@@ -481,7 +481,7 @@ print(*[os.environ['JAX_' + name] for name in ('PROCESS_ID', 'NUM_PROCESSES', 'C
 @pytest.mark.parametrize(
     ('pods', 'wait', 'first', 'late'),
     [
-        (3, 500, [0, 1, 2], []),  # all: nobody waits
+        (3, 500, [0, 1, 2], []),  # all of them, so no process waits
         (4, 0, [1, 3], [0]),  # the first is pending, and comes later
         (2, 0, [1], [0]),
     ],

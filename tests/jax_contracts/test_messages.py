@@ -125,7 +125,7 @@ def test_message_of_a_compiler_without_custom_partitioning(tpu: Mesh) -> None:
 
 @pytest.mark.parametrize('text', ['mismatched PJRT API version 0.1', 'libtpu version 1 is too old'])
 def test_messages_of_an_incompatible_libtpu(text: str) -> None:
-    # JAX and libtpu raise these errors when they are loaded; the texts are those of JAX 0.10 to 0.12.
+    # JAX and libtpu raise these errors when they are loaded; the texts come from JAX 0.10 to 0.12.
     assert error_texts.is_wrong_libtpu(RuntimeError(text))
     assert not error_texts.is_wrong_libtpu(RuntimeError('no such topology'))
 

@@ -1,4 +1,4 @@
-"""Tests that `scalax/_jax/primitives` tells JAX primitives from those of other libraries."""
+"""Tests that `scalax/_jax/primitives` distinguishes JAX primitives from primitives of other libraries."""
 
 import subprocess
 import sys

@@ -169,7 +169,7 @@ def test_a_program_without_a_gradient_has_one_phase():
 
 
 def test_collectives_of_an_update():
-    """Parameters of which only the moments are sharded are gathered after their update."""
+    """Parameters are gathered after their update if only the moments are sharded."""
     recording = recorded('zero_1 v5e')
     rows = collectives(parse(recording.optimized), recording.mesh, partitioned=parse(recording.partitioned))
     phases = {(row.kind, row.phase) for row in rows}

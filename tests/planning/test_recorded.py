@@ -342,7 +342,7 @@ BRANCHES = (
 
 
 def test_the_largest_branch_counts():
-    """2 KiB in two all-reduces are more than 1.5 KiB; matmuls are those of the other branch."""
+    """Collectives count from the branch with 2 KiB in two all-reduces, and matmuls from the other one."""
     entry = """
         %p = f32[256] parameter(0)
         %which = s32[] parameter(1)

@@ -39,7 +39,7 @@ def clipped(clip):
 
 
 def frozen():
-    """Weights of which one kind is not trained."""
+    """One kind of weights is not trained."""
     labels = {'up': 'frozen', 'down': 'trained', 'scale': 'trained'}
     return optax.partition({'trained': optax.adamw(1e-2), 'frozen': optax.set_to_zero()}, labels)
 

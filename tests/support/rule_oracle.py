@@ -249,7 +249,7 @@ def logical(term: language.Logical, leaf: Leaf, mesh: MeshSpec) -> Answer:
 
 
 def choose(term: language.Logical, name: str, used: set[str], mesh: MeshSpec) -> Axes:
-    """Returns the axes of the first pair with only free axes, or None; else the free axes of another pair."""
+    """Returns the axes of the first pair with only free axes, or None; else the free axes of another."""
     partly_free: list[Axes] = []
     for other, entry in term.mapping:
         if other == name:

@@ -176,7 +176,7 @@ class Reader:
 
 
 def instruction(line):
-    """(is it the root, its name, type, operation, what is in its brackets, what follows)"""
+    """Parses a line: (is it the root, name, type, operation, text in its brackets, text after them)."""
     root, name, text = re.match(r'\s+(ROOT )?%?([\w.\-]+) = (.*)', re.sub(r'/\*.*?\*/', '', line)).groups()
     end = closing(text, 0) + 1 if text.startswith('(') else text.index(' ')
     type_, text = text[:end], text[end:].strip()
