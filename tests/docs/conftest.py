@@ -16,5 +16,5 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, '-m', 'mkdocs', 'build', '--site-dir', str(folder)]
     environment = {**os.environ, 'NO_MKDOCS_2_WARNING': '1', 'DISABLE_MKDOCS_2_WARNING': 'true'}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr  # the settings say that a warning is an error
+    assert done.returncode == 0, done.stderr  # by the settings, a warning is an error
     return folder

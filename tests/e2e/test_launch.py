@@ -262,7 +262,7 @@ def test_a_lost_process_does_not_come_back(
         )
         ports = set(re.findall(r'port (\d+)', output))
         assert len(ports) == len(log) + (expected == 0)
-        # Every start after a loss knows of it.
+        # Every start after a loss gets its time.
         assert len(re.findall(r'^lost \d+\.\d s ago$', output, re.MULTILINE)) >= 2 * (len(ports) > 1)
         assert_all_gone(launcher)
 

@@ -24,7 +24,7 @@ from tests.support.processes import Running, started
 PROGRAM = ['-m', 'tests.support.jobs_program']
 MANY, FEW = '1GiB', '128'
 ADDRESS = re.compile(r'^at (\S+)\.$', re.MULTILINE)
-LONG, SHORT = 200, 5  # seconds to wait for what comes, and for what does not
+LONG, SHORT = 200, 5  # seconds to wait for expected, and for unexpected events
 SILENCE = 15  # seconds without a response after which a process counts as stopped, even on a busy machine
 
 

@@ -20,8 +20,8 @@ from scalax.jobs import Sender, _sender, receive
 from scalax.sharding import MeshShardingHelper, PartitionSpec
 
 SECRET, OTHER = 'of this run, and long enough', 'of another run, as long as that'
-LONG, SOON = 200.0, 0.3  # seconds to wait for what comes; that a stranger may be silent
-GREETING = 42  # bytes, which everybody is sent
+LONG, SOON = 200.0, 0.3  # seconds to wait for expected events; time limit of silent strangers
+GREETING = 42  # bytes sent to everyone
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ def check_saves_that_differ() -> None:
 
 
 def check_process_0_cannot_list_or_begin() -> None:
-    """Process 0 lists the steps, and makes the folder."""
+    """Process 0 lists the steps and creates the folder."""
     checkpointer = Checkpointer(folder('look'), timeout=400)
     first = jax.process_index() == 0
     for owner, name in ((_atomic_commit, 'complete_steps'), (_atomic_commit.StepDirectory, 'prepare')):
@@ -141,7 +141,7 @@ def check_process_0_cannot_list_or_begin() -> None:
 
 
 def check_process_that_cannot_copy_or_write() -> None:
-    """`save` has returned on the other processes, where `wait` or the next save raises."""
+    """On the other processes `save` has returned, so `wait` or the next save raises."""
     checkpointer = Checkpointer(folder('write'), timeout=400)
     for who in (0, jax.process_count() - 1):
         here = jax.process_index() == who
@@ -268,7 +268,7 @@ def check_step_committed_while_listing() -> None:
 
 
 def check_sixteen_threads_of_each_process() -> None:
-    """Some threads read; the saves run one after the other, in the same order on every process."""
+    """Some threads read. Saves run one after the other, in the same order on every process."""
     checkpointer = Checkpointer(folder('threads'), timeout=400)
     for step in (1, 2):
         checkpointer.save(step, state(step))

@@ -639,7 +639,7 @@ class _Line:
 
 @dataclasses.dataclass
 class _Module:
-    """The computations of a program by name, the one that is run, and those that their callers count."""
+    """The computations of a program by name, its entry, and computations that callers count."""
 
     bodies: dict[str, list[_Line]]
     entry: str

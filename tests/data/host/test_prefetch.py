@@ -150,7 +150,7 @@ def test_loader_runs_beside_the_loop() -> None:
 
     batches = HELPER.prefetch(load())
     next(batches)
-    assert loaded.wait(LONG)  # nobody has asked for the second batch
+    assert loaded.wait(LONG)  # the second batch was not requested
     assert int(next(batches)['number']) == 1
 
 

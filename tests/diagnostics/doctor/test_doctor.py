@@ -358,7 +358,7 @@ def test_ctrl_c_before_the_wait_ends_the_other_process(begin, tmp_path, monkeypa
     assert not _runs(int((tmp_path / 'pid').read_text()))
 
 
-def test_nothing_is_wrong():
+def test_no_findings():
     assert str(Diagnosis({'versions': 'Python 3'}, ())) == 'nothing is wrong\n\nversions  Python 3'
     text = str(Diagnosis({'versions': 'Python 3'}, (Finding('it failed\n     why', 'mend it'),)))
     assert text.endswith('\n1. it failed\n     why\n   cure: mend it')

@@ -51,7 +51,7 @@ def training(*arguments: str, slurm: bool = False, secret: str = '') -> Iterator
                     process.kill()
 
 
-def said(two: Running, index: int, text: str = '') -> str:
+def report_of(two: Running, index: int, text: str = '') -> str:
     """Waits for the report of a process that contains a text, and returns it without its seconds.
 
     If a busy machine delays a step for seconds, there is a report of that first.
@@ -111,7 +111,7 @@ def test_a_stopped_process_is_reported(
         two.wait_for('did 12\n', index)
         two.processes[index].send_signal(signal.SIGSTOP)
         pid = two.processes[index].pid
-        text = said(two, 1 - index, f'pid {pid}) is stopped, ')
+        text = report_of(two, 1 - index, f'pid {pid}) is stopped, ')
         assert f'pid {pid}) is stopped, dead or out of reach; last: ' in text
         assert re.search(r', after step \d+.*; silent for N s\n', text)
         assert text.count('process ') == 1
