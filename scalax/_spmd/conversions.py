@@ -20,6 +20,7 @@ from scalax._spmd.batch.replicated_parts import block_function, block_operand_di
 from scalax._spmd.editor import EditorBase
 from scalax._spmd.placements.auto_shardings import NO_AXES, AutoDims
 from scalax._spmd.placements.collectives import RESULT, SENDING_KINDS, What
+from scalax._spmd.placements.expert_moves import feature_split
 from scalax._spmd.placements.placement import (
     REPLICATE,
     SUM,
@@ -138,9 +139,15 @@ class JaxprEditor(EditorBase):
             if 0 in shape:  # no device has an element
                 atom = self.emit(_reshaped(shape), ('empty', shape), equation, [atom])
                 continue
+            split = None
             if op.kind == 'all_to_all':
                 # XLA's CPU backend may choose different layouts for the blocks, and then rejects them.
                 atom = self.emit(jax.lax.optimization_barrier, 'barrier', equation, [atom])
+                if what == 'examples' and self.context.auto.sizes and not auto_dims:
+                    split = feature_split(self, value, equation, op, shape_of(atom))
+                if split is not None:
+                    auto_dims = split.auto_dims
+                    atom = atom if split.is_sum else self.constrain_auto(split.joined_spec, atom, equation)
             result = self.code.var(atom, shape)
             is_microbatched = self.context.microbatch_axis in op.axes
             if is_microbatched and op.kind in SENDING_KINDS:
@@ -159,6 +166,12 @@ class JaxprEditor(EditorBase):
             if op.kind == 'all_gather':
                 self._record_gathered(value)
             atom = result
+            if split is not None:
+                auto_dims = NO_AXES
+                if split.result_spec is None:
+                    atom = self.constrain_auto(split.joined_spec, atom, equation)
+                else:
+                    self.result_specs[id(equation)] = split.result_spec
         if what == 'gradient' and not self.is_step:
             # XLA's GPU backend would move the reduction to the next iteration of a loop, and hold the
             # unreduced gradients of a layer until then.

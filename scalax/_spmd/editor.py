@@ -59,6 +59,7 @@ class EditorBase:
         local_rows: the placements of the rows of equations that each device runs on its local rows (after a
             local sort), by equation id.
         local_group_sizes: the sizes of each device's groups, by the id of the grouped matmul.
+        result_specs: the specs along the Auto axes to which results are constrained, by equation id.
         shard_map_blocks: results of `shard_map` before their blocks are joined, by variable id.
         reordered_stacks: stacks of layers in the order of a pipeline's stages, by variable id.
     """
@@ -84,6 +85,7 @@ class EditorBase:
         self._bytes_gathered = 0
         self._last_use: dict[int, int] = {}  # id of gathered state -> bytes gathered before
         self.reordered_stacks: dict[Any, Any] = {}
+        self.result_specs: dict[int, PartitionSpec] = {}
         self.shard_map_blocks: dict[int, ShardMapBlocks] = {}
         self._microbatch_index: Any = None
         self._sliced: dict[int, tuple[Placements, list[Any]]] = {}

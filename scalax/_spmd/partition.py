@@ -254,6 +254,8 @@ class _JaxprPartitioner(JaxprEditor):
                     self.code, equation, [*map(shape_of, atoms)], [*map(shape_of, new_vars)]
                 )
             self.eqns.append(self.code.localize(equation, atoms, new_vars, **params))
+        if (spec := self.result_specs.get(id(equation))) is not None:
+            outputs[0].atom = self.constrain_auto(spec, outputs[0].atom, equation)
         self._propagate_properties(name, equation, values, outputs)
         if name in NARROW and outputs[0].is_state:
             outputs[0].narrow_producer = equation

@@ -1,11 +1,15 @@
 """Experts sharded over the batch axes: tokens move to the experts, however the experts are written."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
+from scalax._jax.equations import all_equations
+from scalax.sharding import MeshShardingHelper, TreePathShardingRule
 from tests.support.partitioned import TP, P, assert_equal, partitioned
 
 pytestmark = pytest.mark.medium
@@ -92,3 +96,54 @@ def test_experts_over_another_axis_as_well(name):
         )
         assert_equal(run(), jax.jit(gradient)(WEIGHTS, X))
     assert {row.kind for row in step.collective_rows if row.what != 'sum'} == {'all_to_all'}
+
+
+@pytest.mark.parametrize(('width', 'parts'), [(16, 2), (15, 1)])
+def test_parts_of_the_width_move_if_another_axis_shards_the_columns(width, parts):
+    """All devices along tp need the same rows, so each moves a part of them, unless the width is odd."""
+    weights, x = {'down': array(8, 32, width), 'up': array(8, width, 32)}, array(8, 8, 3, width)
+
+    def gradient(w, x):
+        value, gradients = jax.value_and_grad(lambda w: jnp.sum(jnp.sin(back(w, x))))(w)
+        return gradients, value
+
+    specs = SPREAD['columns and rows over tp']
+    with jax.default_matmul_precision('highest'):
+        step, run = partitioned(gradient, weights, x, TP, specs=specs, result_specs=[*specs, P()])
+        assert_equal(run(), jax.jit(gradient)(weights, x))
+    moves = [eqn for eqn in all_equations(step.jaxpr) if eqn.primitive.name == 'all_to_all']
+    assert len(moves) == 3
+    assert {math.prod(eqn.invars[0].aval.shape) for eqn in moves} == {2 * 8 * 3 * width // parts}
+    manual_axes = ('fsdp', 'tp') if parts > 1 else ('fsdp',)
+    assert {eqn.ctx.cur_abstract_mesh.manual_axes for eqn in moves} == {manual_axes}
+
+
+def combined(w, x):
+    """Tokens go to experts and back, between two layers over tp."""
+    x = x + jax.nn.relu(x @ w['in']) @ w['out']
+    routes = jax.nn.softmax(x @ w['router']).reshape(*x.shape[:2], 8, 4)
+    rows = jnp.einsum('gsec,gsd->egcd', routes, x)
+    hidden = jax.nn.relu(jnp.einsum('egcd,edh->egch', rows, w['up']))
+    x = x + jnp.einsum('gsec,egcd->gsd', routes, jnp.einsum('egch,ehd->egcd', hidden, w['down']))
+    return jnp.mean((x + jax.nn.relu(x @ w['in']) @ w['out']) ** 2)
+
+
+def test_moves_in_parts_send_half_as_many_bytes():
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+    columns_and_rows = TreePathShardingRule(
+        ('up', P('fsdp', None, 'tp')),
+        ('down', P('fsdp', 'tp')),
+        ('in', P('fsdp', 'tp')),
+        ('.', P('tp', 'fsdp')),
+    )
+    shapes = {'up': UP, 'down': DOWN, 'in': (16, 32), 'out': (32, 16), 'router': (16, 32)}
+    weights = {name: jax.ShapeDtypeStruct(shape, 'float32') for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((8, 16, 16), 'float32')
+    step = helper.sjit(
+        combined, in_shardings=(columns_and_rows, P('fsdp')), out_shardings=P(), batch_argnums=1
+    )
+    rows_bytes = math.prod(ROWS) * 4
+    totals = helper.plan(step, weights, x).totals
+    assert totals['fsdp',]['all-to-all'] == 2 * rows_bytes // 2
+    # The parts are joined at the experts, and behind the sum that combines the rows of a token.
+    assert totals['tp',]['all-gather'] <= 4 * rows_bytes // 4
