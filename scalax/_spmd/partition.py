@@ -35,7 +35,7 @@ from scalax._spmd.loops.control_flow import partition_call, partition_cond
 from scalax._spmd.loops.scans import partition_scan
 from scalax._spmd.loops.while_loops import partition_while
 from scalax._spmd.operations.callbacks import CALLBACKS, inspect_placements, partition_callback
-from scalax._spmd.operations.cudnn_attention import ATTENTION, attention_along_auto_axes
+from scalax._spmd.operations.cudnn_attention import ATTENTION, write_attention
 from scalax._spmd.operations.custom_partitioning import partition_custom
 from scalax._spmd.operations.elementwise import write_pointwise
 from scalax._spmd.operations.embedding_tables import is_indexed, local_lookup
@@ -45,7 +45,8 @@ from scalax._spmd.operations.local_sorts import (
     write_local_group_sizes,
     write_local_rows,
 )
-from scalax._spmd.operations.pallas_kernels import kernel_along_auto_axes, kernel_params
+from scalax._spmd.operations.merged_heads import write_kernel
+from scalax._spmd.operations.pallas_kernels import kernel_params
 from scalax._spmd.operations.slices import MAX_SENT_SLICES, local_slice
 from scalax._spmd.operations.user_shard_maps import partition_shard_map
 from scalax._spmd.placements.auto_shardings import AutoShardings
@@ -78,7 +79,7 @@ _CONTROL = {
     'custom_partitioning': partition_custom,
 }
 # The compiler cannot partition these along the Auto axes.
-_ALONG_AUTO_AXES = {KERNEL: kernel_along_auto_axes, **dict.fromkeys(ATTENTION, attention_along_auto_axes)}
+_ALONG_AUTO_AXES = {KERNEL: write_kernel, **dict.fromkeys(ATTENTION, write_attention)}
 # Other primitives with a jaxpr. All their operands are gathered.
 _RUN_ONCE = RUN_ONCE.keys() - CALLS.keys() - ANNOTATED_CALLS
 # These may have effects: of their inner jaxprs, or of Python callbacks.
@@ -232,6 +233,8 @@ class _JaxprPartitioner(JaxprEditor):
             for value, placements in zip(values, operands, strict=True)
         ]
         self.shards_results = False
+        if name == 'reshape':
+            atoms = [self.unmerged.get(id(atom), atom) for atom in atoms]
         outputs = [self.define(var, x) for var, x in zip(equation.outvars, results, strict=True)]
         new_vars = [output.atom for output in outputs]
         if name in _ROW_INDEXED and (indexed_rows := self._indexed_rows(equation, operands[0])):
@@ -239,7 +242,7 @@ class _JaxprPartitioner(JaxprEditor):
             function, key = local_lookup(equation, dim, block_axes, [*map(shape_of, atoms)])
             self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), new_vars))
         elif name in _ALONG_AUTO_AXES and self.context.auto.sizes:
-            self.eqns.append(_ALONG_AUTO_AXES[name](self.code, self.context.auto, equation, atoms, new_vars))
+            _ALONG_AUTO_AXES[name](self, equation, atoms, new_vars)
         elif name == 'slice' and (dims := self._summed_slice_dims(operands[0], results[0])):
             function, key = local_slice(equation, dims, shape_of(atoms[0]))
             self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), new_vars))
@@ -368,11 +371,13 @@ class _JaxprPartitioner(JaxprEditor):
         """
         context = self.context
         atoms = [value.atom for value in values]
+        if name == 'reshape':
+            atoms = [self.unmerged.get(id(atom), atom) for atom in atoms]
         outputs = [self.define(var, context.replicated) for var in equation.outvars]
         params = self._inner_jaxpr_params(name, equation)
         new_vars = [output.atom for output in outputs]
         if name in _ALONG_AUTO_AXES and context.auto.sizes:
-            self.eqns.append(_ALONG_AUTO_AXES[name](self.code, context.auto, equation, atoms, new_vars))
+            _ALONG_AUTO_AXES[name](self, equation, atoms, new_vars)
         else:
             if name == KERNEL:
                 shapes = [*map(shape_of, equation.invars)], [*map(shape_of, equation.outvars)]

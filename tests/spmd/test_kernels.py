@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from scalax._jax.equations import all_equations
-from scalax.sharding import BatchPartitioning, MeshShardingHelper
+from scalax.sharding import BatchPartitioning, MeshShardingHelper, TreePathShardingRule
 from tests.spmd.test_partition import array
 from tests.support import tpu_compiler
 from tests.support.partitioned import FSDP, HSDP, TP, P, assert_equal, collectives, partitioned, state_spec
@@ -238,6 +238,74 @@ def test_heads_over_another_axis_split_a_kernel_too():
     [kernel] = kernels(step)
     assert kernel.params['grid_mapping'].grid == (4, 2)
     assert collectives(step) == {"all_gather weight ['up'] for dot_general": 1}
+
+
+def merged_heads(x):
+    """A kernel whose grid walks over examples and heads in one dimension: (B, H, S, D) -> (B * H, S, D)."""
+    merged = x.reshape(-1, *x.shape[2:])
+    return sines(merged).reshape(x.shape)
+
+
+def sines_and_row_sums(x):
+    """Two results, of which one has a dimension of one element."""
+    merged = x.reshape(-1, *x.shape[2:])
+
+    def kernel(x, out, sums):
+        out[...] = jnp.sin(x[...])
+        sums[...] = jnp.sum(x[...], -1, keepdims=True)
+
+    blocks = [pl.BlockSpec((1, x.shape[2], size), lambda i: (i, 0, 0)) for size in (x.shape[3], 1)]
+    types = like(merged), jax.ShapeDtypeStruct((*merged.shape[:2], 1), x.dtype)
+    call = pl.pallas_call(
+        kernel, types, grid=(len(merged),), in_specs=blocks[:1], out_specs=blocks, interpret=True
+    )
+    out, sums = call(merged)
+    return out.reshape(x.shape) + sums.reshape(*x.shape[:3], 1)
+
+
+def sum_of_merged(x):
+    """The result is used with its dimensions merged, and apart."""
+    out = sines(x.reshape(-1, *x.shape[2:]))
+    return out.reshape(x.shape) + jnp.mean(out)
+
+
+def pairs(x):
+    """Blocks of two heads, which are added up."""
+
+    def kernel(x, out):
+        out[...] = x[...] + jnp.sum(x[...], 0, keepdims=True)
+
+    merged = x.reshape(-1, *x.shape[2:])
+    pair = pl.BlockSpec((2, *merged.shape[1:]), lambda i: (i, 0, 0))
+    out = sines(merged, kernel=kernel, grid=(len(merged) // 2,), in_specs=[pair], out_specs=pair)
+    return out.reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    ('kernel', 'heads', 'gathers'),
+    [
+        (merged_heads, 4, False),
+        (sines_and_row_sums, 4, False),
+        (sum_of_merged, 4, False),
+        (pairs, 4, False),
+        (pairs, 2, True),  # a device has one head of two examples, which are no pair
+    ],
+)
+def test_heads_that_are_merged_with_examples_are_not_gathered(kernel, heads, gathers):
+    def step(weights, x):
+        """Heads of a product go through a kernel, and are summed by another product."""
+        y = (x @ weights['value']).reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
+        return kernel(y).swapaxes(1, 2).reshape(*x.shape[:2], -1) @ weights['output']
+
+    helper = MeshShardingHelper([4, 2], ['fsdp', 'tp'])
+    rule = TreePathShardingRule(('output', P('tp', 'fsdp')), ('value', P('fsdp', 'tp')))
+    weights = {'output': array(64, 32), 'value': array(32, 64)}
+    options = {'in_shardings': (rule, P('fsdp')), 'out_shardings': P('fsdp')}
+    partitioned_step = helper.sjit(step, **options)
+    assert_equal([partitioned_step(weights, ROWS)], jax.jit(step)(weights, ROWS))
+    totals = helper.plan(partitioned_step, weights, ROWS).totals
+    assert bool(set(totals['tp',]) - {'all-reduce'}) == gathers
+    assert 'all-to-all' not in totals['fsdp',]
 
 
 @pytest.mark.parametrize('name', ['numbers that choose other blocks', 'neighbours'])

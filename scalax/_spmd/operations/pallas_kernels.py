@@ -8,15 +8,14 @@ mesh axes may split another dimension of the grid in the same way, such as heads
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
 from scalax._core.pytree.partition_specs import canonical_entry
 from scalax._jax import kernels
-from scalax._jax.equations import shape_of
 from scalax._jax.manual_axes import ManualEquations
 from scalax._jax.rewriting import rebind
 from scalax._jaxpr.dim_rules import Axes
@@ -86,8 +85,28 @@ def _grid_shards(equation: Any, shapes: Sequence[Sequence[int]]) -> dict[int, in
     return shards
 
 
+class MergedDim(NamedTuple):
+    """The sizes of the dimensions that a reshape merged, such as examples and heads.
+
+    Attributes:
+        before: the size of the dimensions before the one that Auto axes shard.
+        size: the size of that dimension.
+        after: the size of the dimensions after it.
+    """
+
+    before: int
+    size: int
+    after: int
+
+
 def kernel_along_auto_axes(
-    code: ManualEquations, auto: AutoShardings, equation: Any, operands: Sequence[Any], results: Sequence[Any]
+    code: ManualEquations,
+    auto: AutoShardings,
+    equation: Any,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    shapes: Sequence[Sequence[int]],
+    merged: Mapping[int, MergedDim],
 ) -> Any:
     """Returns the equation of a kernel on local shards, for a mesh with Auto axes.
 
@@ -99,32 +118,43 @@ def kernel_along_auto_axes(
         code: makes equations.
         auto: the shardings along the Auto axes.
         equation: a `pallas_call`.
-        operands: the variables of its operands, of local shapes.
-        results: the variables of its results, of local shapes.
+        operands: the variables of its operands, of local shapes, with merged dimensions apart.
+        results: the variables of its results, of local shapes, with merged dimensions apart.
+        shapes: the local shapes of its operands and results as the kernel takes them.
+        merged: the merged dimensions, by grid dimension.
     """
-    shards = _grid_shards(equation, [*map(shape_of, operands), *map(shape_of, results)])
-    auto_grid_axes = _auto_grid_axes(equation, auto, shards)
-    specs = [PartitionSpec()] * (len(operands) + len(results))
-    num_index_operands = kernels.count_index_operands(equation)
-    for i, array in enumerate(
-        kernels.block_mappings_of(equation) if auto_grid_axes else (), num_index_operands
-    ):
-        dims = {
-            dim: auto_grid_axes[grid_dim]
-            for dim, grid_dim in kernels.grid_dims(array).items()
-            if grid_dim in auto_grid_axes
-        }
-        entries = [canonical_entry(dims.get(dim, ())) for dim in range(len(kernels.array_shape(array)))]
-        specs[i] = PartitionSpec(*entries)
-    shards |= {
-        grid_dim: math.prod(auto.sizes[axis] for axis in axes) for grid_dim, axes in auto_grid_axes.items()
+    grid_axes = auto_grid_axes(equation, auto, shapes)
+    auto_shards = {
+        grid_dim: math.prod(auto.sizes[axis] for axis in axes) for grid_dim, axes in grid_axes.items()
     }
-
+    specs = [PartitionSpec()] * len(shapes)
+    # The shapes on one device, as the kernel takes them, and with merged dimensions apart.
+    kernel_shapes, shard_shapes = [*map(tuple, shapes)], [*map(tuple, shapes)]
+    num_index_operands = kernels.count_index_operands(equation)
+    for i, array in enumerate(kernels.block_mappings_of(equation) if grid_axes else (), num_index_operands):
+        grid_dims, entries, sizes = kernels.grid_dims(array), list[Any](), list[int]()
+        for dim, size in enumerate(shapes[i]):
+            grid_dim = grid_dims.get(dim, -1)
+            count, parts = auto_shards.get(grid_dim, 1), merged.get(grid_dim)
+            entry = canonical_entry(grid_axes.get(grid_dim, ()))
+            entries += [entry] if parts is None else [None, entry, None]
+            sizes += [size // count] if parts is None else [parts.before, parts.size // count, parts.after]
+        specs[i], shard_shapes[i] = PartitionSpec(*entries), (*sizes,)
+        kernel_shapes[i] = tuple(
+            [size // auto_shards.get(grid_dims.get(dim, -1), 1) for dim, size in enumerate(shapes[i])]
+        )
+    shards = _grid_shards(equation, shapes)
+    shards |= {grid_dim: count * shards.get(grid_dim, 1) for grid_dim, count in auto_shards.items()}
     params = kernels.split_grid_params(equation, shards)
     if kernels.is_interpreted(equation):
         params = kernels.interpreted_params(equation, params, code.along_all_axes().localize_jaxpr)
 
-    return in_shard_map(code, auto, equation, operands, results, specs, params)
+    def on_device(*blocks: Any) -> Any:
+        arrays = [x.reshape(shape) for x, shape in zip(blocks, kernel_shapes, strict=False)]
+        outputs = rebind(equation, *arrays, **params)
+        return [x.reshape(shape) for x, shape in zip(outputs, shard_shapes[len(operands) :], strict=True)]
+
+    return in_shard_map(code, auto, equation, operands, results, specs, on_device)
 
 
 def in_shard_map(
@@ -134,23 +164,19 @@ def in_shard_map(
     operands: Sequence[Any],
     results: Sequence[Any],
     specs: Sequence[PartitionSpec],
-    params: Mapping[str, Any],
+    on_device: Callable[..., Any],
 ) -> Any:
-    """Returns an equation that runs in a ``jax.shard_map`` over the Auto axes.
+    """Returns an equation that runs a function in a ``jax.shard_map`` over the Auto axes.
 
     Args:
         code: makes equations.
         auto: the shardings along the Auto axes.
-        equation: the equation.
+        equation: the equation that it replaces.
         operands: the variables of its operands, of local shapes.
         results: the variables of its results, of local shapes.
         specs: the specs of the operands, followed by the specs of the results, along the Auto axes.
-        params: changes of its parameters.
+        on_device: the function; it returns a list.
     """
-
-    def on_device(*blocks: Any) -> Any:
-        return rebind(equation, *blocks, **params)
-
     mapped = jax.shard_map(
         on_device,
         in_specs=tuple(specs[: len(operands)]),
@@ -161,14 +187,15 @@ def in_shard_map(
     return code.call_function_into(mapped, equation, operands, results)
 
 
-def _auto_grid_axes(equation: Any, auto: AutoShardings, shards: dict[int, int]) -> dict[int, Axes]:
-    """Returns the Auto axes that split dimensions of the grid, by grid dimension.
+def auto_grid_axes(equation: Any, auto: AutoShardings, shapes: Sequence[Sequence[int]]) -> dict[int, Axes]:
+    """Returns the Auto axes that split dimensions of the grid of a kernel, by grid dimension.
 
     Args:
         equation: a `pallas_call`.
         auto: the shardings along the Auto axes.
-        shards: the grid dimensions that the batch axes split.
+        shapes: the local shapes of its operands and results.
     """
+    shards = _grid_shards(equation, shapes)
     arrays, num_index_operands = kernels.block_mappings_of(equation), kernels.count_index_operands(equation)
     grid_axes, used_axes = dict[int, Axes](), set[str]()
     if num_index_operands + len(arrays) != len(equation.invars) + len(equation.outvars):
@@ -177,8 +204,9 @@ def _auto_grid_axes(equation: Any, auto: AutoShardings, shards: dict[int, int]) 
         dims = auto.of(atom)
         for dim, grid_dim in kernels.grid_dims(array).items() if dims else ():
             num_shards = math.prod(auto.sizes[axis] for axis in dims[dim])
-            is_free = grid_dim not in shards and grid_dim not in grid_axes and used_axes.isdisjoint(dims[dim])
-            if num_shards > 1 and is_free and kernels.can_split_grid(equation, grid_dim, num_shards):
+            is_free = grid_dim not in grid_axes and used_axes.isdisjoint(dims[dim])
+            total_shards = num_shards * shards.get(grid_dim, 1)
+            if num_shards > 1 and is_free and kernels.can_split_grid(equation, grid_dim, total_shards):
                 grid_axes[grid_dim] = dims[dim]
                 used_axes.update(dims[dim])
     return grid_axes
