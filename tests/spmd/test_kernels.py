@@ -286,7 +286,7 @@ def pairs(x):
     [
         (merged_heads, 4, False),
         (sines_and_row_sums, 4, False),
-        (sum_of_merged, 4, False),
+        (sum_of_merged, 4, True),  # XLA merges them for the mean
         (pairs, 4, False),
         (pairs, 2, True),  # a device has one head of two examples, which are no pair
     ],
