@@ -35,7 +35,7 @@ from scalax._spmd.loops.control_flow import partition_call, partition_cond
 from scalax._spmd.loops.scans import partition_scan
 from scalax._spmd.loops.while_loops import partition_while
 from scalax._spmd.operations.callbacks import CALLBACKS, inspect_placements, partition_callback
-from scalax._spmd.operations.cudnn_attention import ATTENTION, write_attention
+from scalax._spmd.operations.cudnn_attention import ATTENTION, attention_along_auto_axes
 from scalax._spmd.operations.custom_partitioning import partition_custom
 from scalax._spmd.operations.elementwise import write_pointwise
 from scalax._spmd.operations.embedding_tables import is_indexed, local_lookup
@@ -79,7 +79,7 @@ _CONTROL = {
     'custom_partitioning': partition_custom,
 }
 # The compiler cannot partition these along the Auto axes.
-_ALONG_AUTO_AXES = {KERNEL: write_kernel, **dict.fromkeys(ATTENTION, write_attention)}
+_OPAQUE = ATTENTION | {KERNEL}
 # Other primitives with a jaxpr. All their operands are gathered.
 _RUN_ONCE = RUN_ONCE.keys() - CALLS.keys() - ANNOTATED_CALLS
 # These may have effects: of their inner jaxprs, or of Python callbacks.
@@ -241,8 +241,8 @@ class _JaxprPartitioner(JaxprEditor):
             dim, block_axes = indexed_rows
             function, key = local_lookup(equation, dim, block_axes, [*map(shape_of, atoms)])
             self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), new_vars))
-        elif name in _ALONG_AUTO_AXES and self.context.auto.sizes:
-            _ALONG_AUTO_AXES[name](self, equation, atoms, new_vars)
+        elif name in _OPAQUE and self.context.auto.sizes:
+            self._opaque(name, equation, atoms, new_vars)
         elif name == 'slice' and (dims := self._summed_slice_dims(operands[0], results[0])):
             function, key = local_slice(equation, dims, shape_of(atoms[0]))
             self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), new_vars))
@@ -376,8 +376,8 @@ class _JaxprPartitioner(JaxprEditor):
         outputs = [self.define(var, context.replicated) for var in equation.outvars]
         params = self._inner_jaxpr_params(name, equation)
         new_vars = [output.atom for output in outputs]
-        if name in _ALONG_AUTO_AXES and context.auto.sizes:
-            _ALONG_AUTO_AXES[name](self, equation, atoms, new_vars)
+        if name in _OPAQUE and context.auto.sizes:
+            self._opaque(name, equation, atoms, new_vars)
         else:
             if name == KERNEL:
                 shapes = [*map(shape_of, equation.invars)], [*map(shape_of, equation.outvars)]
@@ -394,6 +394,14 @@ class _JaxprPartitioner(JaxprEditor):
             output.atom = block
             output.set_placements(target)
             output.add_version((context.replicated, False), entire_atom)
+
+    def _opaque(self, name: str, equation: Any, atoms: Sequence[Any], results: Sequence[Any]) -> None:
+        """Writes an equation that the compiler cannot partition, in a `shard_map` over the Auto axes."""
+        if name == KERNEL:
+            write_kernel(self, equation, atoms, results)
+        else:
+            auto = self.context.auto
+            self.eqns.append(attention_along_auto_axes(self.code, auto, equation, atoms, results))
 
     def _propagate_properties(
         self, name: str, equation: Any, values: Sequence[Value], outputs: Sequence[Value]

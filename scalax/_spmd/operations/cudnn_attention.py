@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from scalax._core.pytree.partition_specs import canonical_entry
 from scalax._jax import kernels
 from scalax._jax.equations import shape_of, size_of
+from scalax._jax.manual_axes import ManualEquations
 from scalax._jax.rewriting import rebind
 from scalax._spmd.operations.pallas_kernels import in_shard_map
+from scalax._spmd.placements.auto_shardings import AutoShardings
 from scalax._spmd.placements.placement import REPLICATE, SUM, Placement, Shard, shards_examples
-
-if TYPE_CHECKING:
-    from scalax._spmd.editor import EditorBase
 
 ATTENTION = frozenset(('dot_product_attention_fwd_wrapper', 'dot_product_attention_bwd_wrapper'))
 
@@ -60,18 +59,18 @@ def attention_placements(
     return operand_placements, results
 
 
-def write_attention(
-    editor: EditorBase, equation: Any, operands: Sequence[Any], results: Sequence[Any]
-) -> None:
-    """Writes attention on local shards, where Auto axes may shard the heads.
+def attention_along_auto_axes(
+    code: ManualEquations, auto: AutoShardings, equation: Any, operands: Sequence[Any], results: Sequence[Any]
+) -> Any:
+    """Returns the equation of attention on local shards, where Auto axes may shard the heads.
 
     Args:
-        editor: the editor of the jaxpr.
+        code: makes equations.
+        auto: the shardings along the Auto axes.
         equation: cuDNN attention, or its gradient.
         operands: the variables of its operands, of local shapes.
         results: the variables of its results, of local shapes.
     """
-    auto = editor.context.auto
     dim, atoms = kernels.attention_heads_dim(equation), equation.invars
     value_dims = [auto.of(atom) for atom in atoms[_VALUES]]
     axes = {dims[dim] if dims else () for dims in value_dims}
@@ -92,4 +91,4 @@ def write_attention(
         result_specs = [value_spec, head_spec]
     specs += result_specs[: len(results)]
     run = functools.partial(rebind, equation)
-    editor.eqns.append(in_shard_map(editor.code, auto, equation, operands, results, specs, run))
+    return in_shard_map(code, auto, equation, operands, results, specs, run)
