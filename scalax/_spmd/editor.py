@@ -220,6 +220,15 @@ class EditorBase:
         self.eqns.append(written)
         return written.outvars[0]
 
+    def constrain_result(self, equation: Any, value: Value) -> None:
+        """Constrains the first result of an equation along the Auto axes if `result_specs` has a spec."""
+        if (spec := self.result_specs.get(id(equation))) is not None:
+            value.atom = self.constrain_auto(spec, value.atom, equation)
+
+    def apart(self, name: str, atoms: Sequence[Any]) -> Sequence[Any]:
+        """Returns the operands of a primitive; those of a reshape have merged dimensions apart."""
+        return [self.unmerged.get(id(atom), atom) for atom in atoms] if name == 'reshape' else atoms
+
     def trip_count_of(self, value: Value) -> int:
         """Returns how many iterations of the enclosing loops use state that they do not change."""
         return self._trip_counts[value.origin] if isinstance(value.origin, int) else 1

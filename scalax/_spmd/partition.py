@@ -35,7 +35,6 @@ from scalax._spmd.loops.control_flow import partition_call, partition_cond
 from scalax._spmd.loops.scans import partition_scan
 from scalax._spmd.loops.while_loops import partition_while
 from scalax._spmd.operations.callbacks import CALLBACKS, inspect_placements, partition_callback
-from scalax._spmd.operations.cudnn_attention import ATTENTION, attention_along_auto_axes
 from scalax._spmd.operations.custom_partitioning import partition_custom
 from scalax._spmd.operations.elementwise import write_pointwise
 from scalax._spmd.operations.embedding_tables import is_indexed, local_lookup
@@ -45,7 +44,7 @@ from scalax._spmd.operations.local_sorts import (
     write_local_group_sizes,
     write_local_rows,
 )
-from scalax._spmd.operations.merged_heads import write_kernel
+from scalax._spmd.operations.opaque_operations import OPAQUE, write_opaque
 from scalax._spmd.operations.pallas_kernels import kernel_params
 from scalax._spmd.operations.slices import MAX_SENT_SLICES, local_slice
 from scalax._spmd.operations.user_shard_maps import partition_shard_map
@@ -78,8 +77,6 @@ _CONTROL = {
     **dict.fromkeys(ANNOTATED_CALLS, partition_call),
     'custom_partitioning': partition_custom,
 }
-# The compiler cannot partition these along the Auto axes.
-_OPAQUE = ATTENTION | {KERNEL}
 # Other primitives with a jaxpr. All their operands are gathered.
 _RUN_ONCE = RUN_ONCE.keys() - CALLS.keys() - ANNOTATED_CALLS
 # These may have effects: of their inner jaxprs, or of Python callbacks.
@@ -233,16 +230,14 @@ class _JaxprPartitioner(JaxprEditor):
             for value, placements in zip(values, operands, strict=True)
         ]
         self.shards_results = False
-        if name == 'reshape':
-            atoms = [self.unmerged.get(id(atom), atom) for atom in atoms]
         outputs = [self.define(var, x) for var, x in zip(equation.outvars, results, strict=True)]
         new_vars = [output.atom for output in outputs]
         if name in _ROW_INDEXED and (indexed_rows := self._indexed_rows(equation, operands[0])):
             dim, block_axes = indexed_rows
             function, key = local_lookup(equation, dim, block_axes, [*map(shape_of, atoms)])
             self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), new_vars))
-        elif name in _OPAQUE and self.context.auto.sizes:
-            self._opaque(name, equation, atoms, new_vars)
+        elif name in OPAQUE and self.context.auto.sizes:
+            write_opaque(self, equation, atoms, new_vars)
         elif name == 'slice' and (dims := self._summed_slice_dims(operands[0], results[0])):
             function, key = local_slice(equation, dims, shape_of(atoms[0]))
             self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), new_vars))
@@ -256,9 +251,8 @@ class _JaxprPartitioner(JaxprEditor):
                 params = kernel_params(
                     self.code, equation, [*map(shape_of, atoms)], [*map(shape_of, new_vars)]
                 )
-            self.eqns.append(self.code.localize(equation, atoms, new_vars, **params))
-        if (spec := self.result_specs.get(id(equation))) is not None:
-            outputs[0].atom = self.constrain_auto(spec, outputs[0].atom, equation)
+            self.eqns.append(self.code.localize(equation, self.apart(name, atoms), new_vars, **params))
+        self.constrain_result(equation, outputs[0])
         self._propagate_properties(name, equation, values, outputs)
         if name in NARROW and outputs[0].is_state:
             outputs[0].narrow_producer = equation
@@ -371,18 +365,16 @@ class _JaxprPartitioner(JaxprEditor):
         """
         context = self.context
         atoms = [value.atom for value in values]
-        if name == 'reshape':
-            atoms = [self.unmerged.get(id(atom), atom) for atom in atoms]
         outputs = [self.define(var, context.replicated) for var in equation.outvars]
         params = self._inner_jaxpr_params(name, equation)
         new_vars = [output.atom for output in outputs]
-        if name in _OPAQUE and context.auto.sizes:
-            self._opaque(name, equation, atoms, new_vars)
+        if name in OPAQUE and context.auto.sizes:
+            write_opaque(self, equation, atoms, new_vars)
         else:
             if name == KERNEL:
                 shapes = [*map(shape_of, equation.invars)], [*map(shape_of, equation.outvars)]
                 params = kernel_params(self.code, equation, *shapes)
-            self.eqns.append(self.code.localize(equation, atoms, new_vars, **params))
+            self.eqns.append(self.code.localize(equation, self.apart(name, atoms), new_vars, **params))
         self._propagate_properties(name, equation, values, outputs)
         if not is_computed_by_block(equation) or context.keeps_replicated:
             return
@@ -394,14 +386,6 @@ class _JaxprPartitioner(JaxprEditor):
             output.atom = block
             output.set_placements(target)
             output.add_version((context.replicated, False), entire_atom)
-
-    def _opaque(self, name: str, equation: Any, atoms: Sequence[Any], results: Sequence[Any]) -> None:
-        """Writes an equation that the compiler cannot partition, in a `shard_map` over the Auto axes."""
-        if name == KERNEL:
-            write_kernel(self, equation, atoms, results)
-        else:
-            auto = self.context.auto
-            self.eqns.append(attention_along_auto_axes(self.code, auto, equation, atoms, results))
 
     def _propagate_properties(
         self, name: str, equation: Any, values: Sequence[Value], outputs: Sequence[Value]
