@@ -211,6 +211,7 @@ def test_ctrl_c_returns_the_best_result_so_far(monkeypatch):
         return attempt(*args)
 
     monkeypatch.setattr(trial, 'run_trial', stopped)
+    monkeypatch.setattr(trial, '_MAX_THREADS', 1)  # else the second layout may be tried before the first
     least = 1
     result = autoshard(product, simple(), **options())
     assert (result.stop_reason, result.num_trials) == ('interrupted', 1) and 'until it was stopped' in str(
