@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from scalax._jax.equations import shape_of
 from scalax._jax.primitives import primitive_name
+from scalax._jax.rewriting import rebind, trace_added_equation
 
 
 def depends_on_indices(equation: Any) -> bool:
@@ -27,6 +28,15 @@ def depends_on_indices(equation: Any) -> bool:
         and jax.config.jax_threefry_partitionable
         and str(equation.invars[0].aval.dtype) == 'key<fry>'
     )
+
+
+def random_bits_of_shape(equation: Any, shape: Sequence[int]) -> Any:
+    """Returns an equation that draws the random bits of another one in another shape, into a new variable.
+
+    If the bits depend on their indices, they are the same bits. Relies on *shape* being the shape.
+    """
+    params = {'shape': tuple(shape)}
+    return trace_added_equation(lambda key: rebind(equation, key, **params), equation, equation.invars)
 
 
 def bits_at(key: Any, shape: Sequence[int], local: Sequence[int], starts: Sequence[Any], dtype: Any) -> Any:

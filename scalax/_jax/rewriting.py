@@ -183,9 +183,9 @@ def _substitute(atoms: Sequence[Any], substitution: Mapping[int, Any]) -> list[A
 
 
 def _with_new_results(equation: Any, substitution: dict[int, Any]) -> Any:
-    results = [var if isinstance(var, DropVar) else Var(var.aval) for var in equation.outvars]
-    substitution.update(zip(map(id, equation.outvars), results, strict=True))
-    return equation.replace(outvars=results)
+    new_equation = with_new_results(equation)
+    substitution.update(zip(map(id, equation.outvars), new_equation.outvars, strict=True))
+    return new_equation
 
 
 def _is_plain_jit(call: Any) -> bool:
@@ -215,6 +215,11 @@ def substitute_vars(jaxpr: Any, variables: Sequence[Any]) -> tuple[Any, list[Any
 def with_results(equation: Any, results: Sequence[Any]) -> Any:
     """Returns an equation with other variables for its results. Relies on `replace` of equations."""
     return equation.replace(outvars=[*results])
+
+
+def with_new_results(equation: Any) -> Any:
+    """Returns an equation with new variables for its results. Relies on `replace` and on ``Var(aval)``."""
+    return with_results(equation, [x if isinstance(x, DropVar) else Var(x.aval) for x in equation.outvars])
 
 
 # The parameters for sizes of the result, and for sizes of the first operand.

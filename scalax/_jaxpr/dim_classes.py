@@ -77,9 +77,7 @@ class DimClasses(AbstractInterpreter[DimIds]):
     def eval_primitive(self, name: str, equation: Any, operands: Sequence[DimIds]) -> Sequence[DimIds]:
         if name in ELEMENTWISE and len(equation.outvars) == 1:  # a fast path for most equations
             same_rank = [ids for ids in operands if len(ids) == len(shape_of(equation.outvars[0]))]
-            return (
-                [tuple(map(self._unite, zip(*same_rank, strict=True)))] if len(same_rank) > 1 else same_rank
-            )
+            return [tuple(map(self.unite, zip(*same_rank, strict=True)))] if len(same_rank) > 1 else same_rank
         rule, results = dim_rule(equation), [*map(self.new_ids, equation.outvars)]
         if rule is UNKNOWN:
             self.require_unsharded(itertools.chain(*operands, *results))
@@ -88,7 +86,7 @@ class DimClasses(AbstractInterpreter[DimIds]):
             return [self._reshape(equation, operands[0], results[0])]
         shapes = [*map(shape_of, equation.invars)]
         for group in rule.reduced:
-            self._unite([operands[operand][dim] for operand, dim in group])
+            self.unite([operands[operand][dim] for operand, dim in group])
         # Contracted, reduced and gathered dimensions may be sharded.
         shardable = {operand_dim for group in rule.reduced for operand_dim in group}
         for i, (var, result_sources) in enumerate(zip(equation.outvars, rule.results, strict=True)):
@@ -97,7 +95,7 @@ class DimClasses(AbstractInterpreter[DimIds]):
                 same_size = [(operand, dim) for operand, dim in sources if shapes[operand][dim] == size]
                 shardable.update(same_size)
                 if same_size:
-                    result_ids[j] = self._unite([operands[operand][dim] for operand, dim in same_size])
+                    result_ids[j] = self.unite([operands[operand][dim] for operand, dim in same_size])
                 elif sources:
                     self.require_unsharded([result_ids[j]])
             results[i] = tuple(result_ids)
@@ -121,9 +119,9 @@ class DimClasses(AbstractInterpreter[DimIds]):
         return (stacked_id, *element)
 
     def join(self, values: Sequence[DimIds]) -> DimIds:
-        return tuple(map(self._unite, zip(*filter(None, values), strict=True)))
+        return tuple(map(self.unite, zip(*filter(None, values), strict=True)))
 
-    def _unite(self, ids: Sequence[int]) -> int:
+    def unite(self, ids: Sequence[int]) -> int:
         """Unites the classes of some ids, and returns the smallest of the ids."""
         smallest = first = ids[0]
         for other in ids:

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from scalax._jax.equations import (
     ANNOTATED_CALLS,
+    all_equations,
     annotated_call_jaxpr,
     collective_dims,
     has_effects,
@@ -37,8 +38,8 @@ from scalax._jax.manual_axes import (
     rebuild_jaxpr,
     scan_counts,
 )
-from scalax._jax.random_bits import bits_at, depends_on_indices
-from scalax._jax.rewriting import eval_jaxpr, replace_jaxpr, resized_params
+from scalax._jax.random_bits import bits_at, depends_on_indices, random_bits_of_shape
+from scalax._jax.rewriting import eval_equation, eval_jaxpr, replace_jaxpr, resized_params
 
 MESH = AbstractMesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
 
@@ -345,6 +346,18 @@ def test_bits_depend_on_their_indices(dtype, shape):
         starts = [block * local[0], *[0] * (len(shape) - 1)]
         actual = bits_at(key, shape, local, starts, jnp.dtype(dtype))
         np.testing.assert_array_equal(actual, np.split(every, 2)[block])
+
+
+@pytest.mark.parametrize('dtype', ['uint8', 'uint16', 'uint32'])
+def test_bits_of_another_shape_are_the_same_bits(dtype):
+    def bits(key):
+        return jax.random.bits(key, (12, 5), dtype)
+
+    key = jax.random.key(7)
+    [equation] = [x for x in all_equations(jax.make_jaxpr(bits)(key)) if x.primitive.name == 'random_bits']
+    reshaped = random_bits_of_shape(equation, (3, 4, 5))
+    [actual] = eval_equation(reshaped, [key])
+    np.testing.assert_array_equal(actual, bits(key).reshape(3, 4, 5))
 
 
 def test_which_generators_have_bits_that_depend_on_indices():

@@ -331,6 +331,13 @@ def test_an_equation_has_other_results() -> None:
         assert rewriting.with_results(like, other.outvars).outvars == other.outvars
 
 
+def test_an_equation_gets_new_results() -> None:
+    like = equation_in('sin', jnp.sin, X)
+    with contract('makes variables of a type', 'to compute a value twice'):
+        [result] = rewriting.with_new_results(like).outvars
+        assert result is not like.outvars[0] and result.aval == like.outvars[0].aval
+
+
 def test_an_equation_is_added() -> None:
     like = equation_in('sin', jnp.sin, X)
     with contract('makes one equation of a function of one operation', 'to add it to a jaxpr'):

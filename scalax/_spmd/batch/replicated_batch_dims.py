@@ -19,7 +19,7 @@ from scalax._jaxpr.dim_rules import ELEMENTWISE, reshape_groups
 from scalax._spmd.placements.placement import Placements, Replicate, Shard, shards_examples
 
 
-class _BatchDimClasses(DimClasses):
+class BatchDimClasses(DimClasses):
     """Classes of dimensions that include the dimensions of constants.
 
     Attributes:
@@ -111,7 +111,7 @@ class BatchDims:
 
     def __init__(self, jaxpr: Any, arguments: Sequence[Placements], sizes: Sequence[int]) -> None:
         self._sizes = tuple(sizes)
-        self._classes = _BatchDimClasses(jaxpr, math.prod(sizes))
+        self._classes = BatchDimClasses(jaxpr, math.prod(sizes))
         self._axes: dict[int, set[int]] = {}
         for ids, placements in zip(self._classes.arguments, arguments, strict=True):
             for axis, placement in enumerate(placements):

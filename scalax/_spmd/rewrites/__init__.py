@@ -18,6 +18,7 @@ from scalax._spmd.rewrites.flattened_reductions import FLATTENING, unflatten_red
 from scalax._spmd.rewrites.indexed_loops import stack_examples
 from scalax._spmd.rewrites.indices_by_example import LOOKUPS, batch_example_indices
 from scalax._spmd.rewrites.inlined_sorts import inline_sorts
+from scalax._spmd.rewrites.interleaved_batches import interleave_batches
 
 Rewrite = Callable[[Any, StepFacts], Any]
 REWRITES: tuple[tuple[frozenset[str], Rewrite], ...] = (
@@ -25,6 +26,7 @@ REWRITES: tuple[tuple[frozenset[str], Rewrite], ...] = (
     (frozenset(('scan',)), stack_examples),
     (LOOKUPS, batch_example_indices),
     (FLATTENING, unflatten_reductions),
+    (FLATTENING, interleave_batches),
     (MATRIX_PRIMITIVES, distribute_matrices),
     (frozenset(('ragged_dot_general',)), inline_sorts),
 )
