@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +29,19 @@ def depends_on_indices(equation: Any) -> bool:
         and jax.config.jax_threefry_partitionable
         and str(equation.invars[0].aval.dtype) == 'key<fry>'
     )
+
+
+def gamma_expansion(equation: Any) -> Callable[..., Any] | None:
+    """Returns the function of a key and shapes that a `random_gamma` of one key compiles to.
+
+    It splits the key, one for each element, and draws for each key alone. Returns None if the generator of
+    the key draws for all keys at once. Relies on `impl` being that function with *use_vmap*, and on
+    ``key<fry>`` being the dtype of threefry keys.
+    """
+    key, _ = equation.invars
+    if shape_of(key) or str(key.aval.dtype) != 'key<fry>':
+        return None
+    return functools.partial(equation.primitive.impl, **equation.params, use_vmap=True)
 
 
 def random_bits_of_shape(equation: Any, shape: Sequence[int]) -> Any:

@@ -163,7 +163,8 @@ def partition_step(
             [_sharding(result.spec, mesh) for result in results],
             mesh,
         )
-    jaxpr = apply_rewrites(jaxpr, StepFacts(argument_infos, result_layouts, mesh, axes))
+    is_pipelined = find_pipelines is not None
+    jaxpr = apply_rewrites(jaxpr, StepFacts(argument_infos, result_layouts, mesh, axes, is_pipelined))
     pipelines: Mapping[int, Any] = {}
     if find_pipelines is not None:
         jaxpr, pipelines = find_pipelines(jaxpr)

@@ -38,7 +38,7 @@ from scalax._jax.manual_axes import (
     rebuild_jaxpr,
     scan_counts,
 )
-from scalax._jax.random_bits import bits_at, depends_on_indices, random_bits_of_shape
+from scalax._jax.random_bits import bits_at, depends_on_indices, gamma_expansion, random_bits_of_shape
 from scalax._jax.rewriting import eval_equation, eval_jaxpr, replace_jaxpr, resized_params
 
 MESH = AbstractMesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
@@ -358,6 +358,17 @@ def test_bits_of_another_shape_are_the_same_bits(dtype):
     reshaped = random_bits_of_shape(equation, (3, 4, 5))
     [actual] = eval_equation(reshaped, [key])
     np.testing.assert_array_equal(actual, bits(key).reshape(3, 4, 5))
+
+
+def test_gamma_draws_for_each_element_with_a_key():
+    key, shapes = jax.random.key(7), jnp.arange(1.0, 7.0).reshape(2, 3)
+    [equation] = [
+        x
+        for x in all_equations(jax.make_jaxpr(jax.random.gamma)(key, shapes))
+        if x.primitive.name == 'random_gamma'
+    ]
+    actual = jax.jit(gamma_expansion(equation))(key, shapes)
+    np.testing.assert_array_equal(actual, jax.jit(jax.random.gamma)(key, shapes))
 
 
 def test_which_generators_have_bits_that_depend_on_indices():

@@ -242,3 +242,41 @@ def test_values_match_one_device(group, mesh):
     with jax.enable_x64(True):
         _, run = partitioned(run_all, W, X, mesh)
         assert_equal(run(), jax.jit(run_all)(W, X), 1e-9)
+
+
+GAMMA = {
+    'gamma': jax.random.gamma,
+    'loggamma': jax.random.loggamma,
+    'beta': lambda key, a: jax.random.beta(key, a, 2 * a),
+    'dirichlet': jax.random.dirichlet,
+    't': jax.random.t,
+}
+
+
+@pytest.mark.parametrize('mesh, names', [(FSDP, [*GAMMA]), (HSDP, ['gamma'])], ids=['FSDP', 'HSDP'])
+def test_draws_of_gamma_distributions_are_those_of_one_device(mesh, names):
+    def draw(w, x):
+        return [GAMMA[name](jax.random.key(0), 1 + jnp.abs(x)) for name in names]
+
+    step, run = partitioned(draw, W, X, mesh)
+    assert not step.collectives
+    for actual, expected in zip(run(), jax.jit(draw)(W, X), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_the_gradient_of_draws_of_a_gamma_distribution():
+    def draw(w, x):
+        return jax.random.gamma(jax.random.key(0), 1 + jnp.abs(x @ w['square']))
+
+    step, run = partitioned(with_gradients(draw), W, X)
+    assert not [row for row in step.collective_rows if row.what == 'examples']
+    assert_equal(run(), jax.jit(with_gradients(draw))(W, X))
+
+
+def test_draws_of_a_gamma_distribution_beside_another_axis():
+    def draw(w, x):
+        return jax.random.gamma(jax.random.key(0), 1 + jnp.abs(x))
+
+    step, run = partitioned(draw, W, X, {'fsdp': 4, 'tp': 2})
+    assert len(step.collectives) == 1
+    np.testing.assert_array_equal(run()[0], jax.jit(draw)(W, X))

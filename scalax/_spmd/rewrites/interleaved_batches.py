@@ -85,7 +85,7 @@ def interleave_batches(jaxpr: Any, facts: StepFacts) -> Any:
     """
     count = math.prod(facts.mesh.shape[axis] for axis in facts.axes)
     sources = _batch_dims(jaxpr, facts)
-    if not _may_merge_batch(jaxpr, {shape_of(var)[dim] for var, dim in sources}, count):
+    if facts.is_pipelined or not _may_merge_batch(jaxpr, {shape_of(var)[dim] for var, dim in sources}, count):
         return jaxpr
     orders = _OrderAnalysis(jaxpr, sources, count)
     return _Interleaving(orders, count).jaxpr(jaxpr) if orders.by_root else jaxpr
