@@ -249,7 +249,7 @@ GAMMA = {
     'loggamma': jax.random.loggamma,
     'beta': lambda key, a: jax.random.beta(key, a, 2 * a),
     'dirichlet': jax.random.dirichlet,
-    't': jax.random.t,
+    't': lambda key, a: jax.random.t(key, a, a.shape),
 }
 
 
