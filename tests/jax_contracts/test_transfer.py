@@ -21,7 +21,7 @@ def test_arrays_are_fetched_from_a_program_that_offers_them() -> None:
         sent.append(jax.device_put(jnp.float32(3), second))
         structs = [(array.shape, array.dtype, second) for array in sent]
         fetched = transfer.fetch(connection, transfer.offer(server, sent), structs)
-        assert transfer.wait_ready(fetched, 60)
+        assert transfer.wait_ready(fetched, 200)
         for actual, expected in zip(fetched, sent, strict=True):
             assert actual.devices() == {second}
             np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
@@ -38,7 +38,7 @@ def test_arrays_that_were_not_offered_are_not_ready(monkeypatch: pytest.MonkeyPa
         assert not transfer.wait_ready(coming, 0.2)
         monkeypatch.setattr(transfer.secrets, 'randbits', lambda bits: (1 << bits) - 1)
         assert transfer.offer(server, [sent]) == number
-        assert transfer.wait_ready(coming, 60)
+        assert transfer.wait_ready(coming, 200)
         np.testing.assert_array_equal(np.asarray(coming[0]), [0, 1, 2])
 
 
@@ -50,7 +50,7 @@ def test_arrays_are_fetched_once() -> None:
         connection = server.connect(server.address())
         number = transfer.offer(server, [sent])
         structs = [(sent.shape, sent.dtype, device)]
-        assert transfer.wait_ready(transfer.fetch(connection, number, structs), 60)
+        assert transfer.wait_ready(transfer.fetch(connection, number, structs), 200)
         assert not transfer.wait_ready(transfer.fetch(connection, number, structs), 0.2)
 
 
