@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 
 # Without deadlines, because tracing and compiling are slow; fixed examples make failures repeatable.
-hypothesis.settings.register_profile('scalax', max_examples=100, deadline=None, derandomize=True)
+UNTIMED = {'deadline': None, 'suppress_health_check': [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile('scalax', max_examples=100, derandomize=True, **UNTIMED)
 # For `make test` and `make check`: the first of the same examples.
-hypothesis.settings.register_profile('fewer', max_examples=25, deadline=None, derandomize=True)
+hypothesis.settings.register_profile('fewer', max_examples=25, derandomize=True, **UNTIMED)
 # For `make fuzz`, with --hypothesis-profile and --hypothesis-seed: examples that differ from the suite's.
 hypothesis.settings.register_profile(
     'fuzz',
     max_examples=int(os.environ.get('FUZZ_EXAMPLES', '250')),
-    deadline=None,
     derandomize=False,
     database=None,
     print_blob=True,
+    **UNTIMED,
 )
 hypothesis.settings.load_profile('scalax')
 

@@ -1,6 +1,7 @@
 """Runs work in many threads at the same time; each of them has to end."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,8 +31,9 @@ def in_threads(work: Callable[[int], Any], count: int = COUNT) -> list[Any]:
     ]
     for thread in running:
         thread.start()
+    end = time.monotonic() + LONGEST_S
     for thread in running:
-        thread.join(LONGEST_S)
+        thread.join(max(end - time.monotonic(), 0))
     left = [thread.name for thread in running if thread.is_alive()]
     assert not left, f'these threads never end: {left}'
     for _, error in sorted(errors.items()):
