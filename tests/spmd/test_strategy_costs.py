@@ -134,6 +134,32 @@ def test_many_examples_stay_and_state_is_gathered(name):
     assert not [row.reason for row in step.collective_rows if row.what == 'examples']
 
 
+@pytest.mark.parametrize(
+    ('mesh', 'reason'),
+    [
+        ({'replica': 4, 'fsdp': 2}, "reduce_scatter rows of ['table'] moved"),
+        # Rows that move along fsdp would be gathered along replica first.
+        ({'fsdp': 2, 'replica': 4}, "all_gather weight ['table'] for gather"),
+    ],
+)
+def test_minor_axes_make_moves_along_major_axes_more_expensive(mesh, reason):
+    step, run = partitioned(
+        sgd(squares), ROWS, indices(64, 8), mesh, result_specs=specs_of(ROWS, mesh['fsdp'])
+    )
+    assert collectives(step)[reason] == 1
+    assert_equal(run(), jax.jit(sgd(squares))(ROWS, indices(64, 8)))
+
+
+@pytest.mark.parametrize('mesh', [{'replica': 4, 'fsdp': 2}, {'fsdp': 2, 'replica': 4}])
+def test_rows_move_along_all_axes_of_their_table(mesh):
+    spec = P(tuple(mesh))
+    step, run = partitioned(
+        *(sgd(squares), ROWS, indices(8, 2), mesh), specs=[spec], result_specs=[spec, P()]
+    )
+    assert not any('weight' in reason for reason in collectives(step)), collectives(step)
+    assert_equal(run(), jax.jit(sgd(squares))(ROWS, indices(8, 2)))
+
+
 def test_loop_invariant_state_is_gathered_once_for_all_iterations():
     def loss(w, x):
         def cell(h, _):

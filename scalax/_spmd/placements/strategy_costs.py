@@ -182,7 +182,40 @@ class _AxisChoice:
             final = self._usual.results[0]  # at the latest where it meets other examples
         else:
             final = result
-        return cost + self._conversion_bytes(result, final, self._result_bytes)
+        minor_count = self._minor_count(final, [strategy.results[0] for strategy in self._usual_by_axis])
+        size = self._result_bytes * minor_count
+        if minor_count > 1 and not same_blocks(result, final):
+            cost += size  # gathered along the minor axes, before it is sharded along all
+        return cost + self._conversion_bytes(result, final, size)
+
+    def _minor_count(self, placement: Placement, placements: Sequence[Placement]) -> int:
+        """Returns the number of blocks that minor axes split each block of a dimension into.
+
+        Values that move along this axis are gathered along the minor axes first, unless they move along these
+        too, because state is sharded over them.
+        """
+        if not isinstance(placement, Shard):
+            return 1
+        axes = range(self._axis + 1, len(placements))
+        same = [axis for axis in axes if same_blocks(placements[axis], placement)]
+        return math.prod(self._context.sizes[axis] for axis in same if axis not in self._state_axes)
+
+    @functools.cached_property
+    def _state_axes(self) -> frozenset[int]:
+        """The axes that shard a state operand, or a result that is reduced to shards of state."""
+        results = tuple([strategy.results[0] for strategy in self._usual_by_axis])
+        targets = self._editor.reduced_placements(self._equation.outvars[0], results)
+        reduced = [axis for axis, result in enumerate(results) if isinstance(result, Partial)]
+        return frozenset(
+            [axis for axis in reduced if isinstance(targets[axis], Shard)]
+            + [
+                axis
+                for value in self._values
+                if value.is_state
+                for axis, placement in enumerate(value.placements)
+                if isinstance(placement, Shard)
+            ]
+        )
 
     def _operand_bytes(self, value: Value, target: Placement) -> float:
         """Returns the bytes that devices send to convert an operand."""
@@ -199,7 +232,7 @@ class _AxisChoice:
             for i, (size, placement) in enumerate(zip(sizes, placements, strict=True))
             if i != self._axis and isinstance(placement, Shard)
         )
-        size = bytes_of(value.var) / shard_count
+        size = bytes_of(value.var) / shard_count * self._minor_count(source, placements)
         if isinstance(target, Replicate):  # loop-invariant state is gathered before the loop
             size /= self._editor.trip_count_of(value)
         return self._conversion_bytes(source, target, size)
