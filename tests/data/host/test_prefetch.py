@@ -45,12 +45,22 @@ def eventually(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
+EARLIER: set[threading.Thread] = set()  # threads that were there before the test
+
+
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == 'scalax-prefetch']
+    """Returns the threads of the prefetches of this test."""
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name == 'scalax-prefetch' and thread not in EARLIER
+    ]
 
 
 @pytest.fixture(autouse=True)
 def no_thread_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    EARLIER.clear()
+    EARLIER.update(threading.enumerate())
     monkeypatch.setattr(prefetch, '_CLOSE_TIMEOUT', LONG)  # a busy machine may take long to load a batch
     yield
     gc.collect()
