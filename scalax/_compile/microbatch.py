@@ -49,7 +49,7 @@ def microbatch(
     If the loss is a mean over equally weighted examples, the mean over the microbatches is the mean over all
     examples, up to rounding. If examples have weights (for padding, say), return sums and divide once::
 
-        def sums(params, batch):  # of one microbatch
+        def sums(params, batch):  # the sums of one microbatch
             losses = ...
             return (losses * batch['weight']).sum(), batch['weight'].sum()
 

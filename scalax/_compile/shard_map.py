@@ -61,7 +61,7 @@ def shard_map(
     if not callable(fun):
         raise ArgumentError(f'shard_map takes a function first, got {type(fun).__name__}')
     signature, helper = CallSignature(fun), active.mesh_helper
-    name, what = signature.name, f'shard_map of {signature.name}'
+    name, label = signature.name, f'shard_map of {signature.name}'
     signature.reject_unknown_names(in_specs, 'in_specs')
     _reject_shape_dependent(name, out_specs)
     names = () if axis_names is None else axis_names
@@ -69,8 +69,8 @@ def shard_map(
 
     def run(flat_args: Sequence[Any]) -> Any:
         call, mesh = Call(signature, flat_args), retyped_mesh(helper.mesh)
-        with use_mesh(mesh, what):
-            axes = _axes_of(mesh, chosen, what)
+        with use_mesh(mesh, label):
+            axes = _axes_of(mesh, chosen, label)
             shardings = _argument_shardings(in_specs, call, axes, helper.on_indivisible)
             leaves = _reshard(call.leaves, shardings, axes)
             output_types: list[Any] = []
@@ -104,8 +104,8 @@ def shard_map(
     def run_jitted(flat_args: Sequence[Any]) -> Any:
         call, mesh = Call(signature, flat_args), retyped_mesh(helper.mesh)
         meshes.require_devices(helper.mesh, f'a call of {name}')
-        with use_mesh(mesh, what):
-            axes = _axes_of(mesh, chosen, what)
+        with use_mesh(mesh, label):
+            axes = _axes_of(mesh, chosen, label)
             # With the policy 'warn', the trace of `run` gives the warning.
             policy: OnIndivisible = 'replicate' if helper.on_indivisible == 'warn' else helper.on_indivisible
             resolve_shardings = functools.partial(_argument_shardings, in_specs, call, axes, policy)
@@ -139,7 +139,7 @@ class _Axes(NamedTuple):
         )
 
 
-def _axes_of(mesh: Any, chosen: Sequence[str], what: str) -> _Axes:
+def _axes_of(mesh: Any, chosen: Sequence[str], label: str) -> _Axes:
     """Returns the mesh with its manual axes: the axes *chosen*, or all axes that are not manual already.
 
     Raises:
@@ -150,7 +150,7 @@ def _axes_of(mesh: Any, chosen: Sequence[str], what: str) -> _Axes:
     already_manual = ', '.join(map(repr, sorted(manual - free)))
     if already_manual or not manual:
         raise MeshError(
-            f'{what} inside shard_map: '
+            f'{label} inside shard_map: '
             + (f'{already_manual} is manual already' if already_manual else 'every axis is manual')
             + ': call the function itself, or name axes that are not (axis_names=...)'
         )

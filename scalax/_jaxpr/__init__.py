@@ -1,1 +1,1 @@
-"""Jaxprs, read: what each primitive does with dimensions, and an interpreter of facts about values."""
+"""Analysis of jaxprs: the dimension rule of each primitive, and an abstract interpreter of values."""

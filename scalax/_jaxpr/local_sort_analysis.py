@@ -229,7 +229,7 @@ class _SortAnalysis:
 
     def _analyze_gather(self, equation: Any, dims: Mapping[int, int], positions: Sequence[int]) -> None:
         operand, indices = equation.invars
-        if positions == [0]:  # reads at the example indices what was scattered there
+        if positions == [0]:  # reads the values that were scattered to the example indices
             _require(dims == {1: 0} and id(operand) in self._scattered and is_row_gather(equation))
             _require(self._is_identity(indices, self._example_indices))
             self._equal[id(equation.outvars[0])] = self._scattered[id(operand)]

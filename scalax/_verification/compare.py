@@ -34,7 +34,7 @@ from scalax._verification.tolerance import (
 )
 from scalax.errors import ArgumentError, PlacementError, shown
 
-_NUM_SAMPLES = 2  # of rounding errors, for each step
+_NUM_SAMPLES = 2  # samples of rounding errors per step
 _SEED_STRIDE = 1000  # between the seeds of the arguments of consecutive steps
 
 

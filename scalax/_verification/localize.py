@@ -23,7 +23,7 @@ from scalax._verification.report import Difference, FirstDifference, first_line
 from scalax._verification.rounding import EquationPath, Evaluator, equation_paths
 from scalax._verification.tolerance import ErrorStats, error_stats, tolerance_for, worst_replicas
 
-_NUM_SAMPLES = 4  # of rounding errors
+_NUM_SAMPLES = 4  # samples of rounding errors
 _CHUNK = 512  # operations whose results one program returns
 
 
@@ -153,7 +153,7 @@ def _returning_intermediates(
 
     @functools.wraps(function)
     def watching(*args: Any, **kwargs: Any) -> Any:
-        jaxpr = jax.make_jaxpr(lambda: function(*args, **kwargs))()  # of constants, some of which are traced
+        jaxpr = jax.make_jaxpr(lambda: function(*args, **kwargs))()  # evaluates traced constants
         mesh_equations = [*equation_paths(jaxpr)]
         mesh_names = [primitive_name(equation) for _, equation, _ in mesh_equations]
         blocks = difflib.SequenceMatcher(None, names, mesh_names, False).get_matching_blocks()

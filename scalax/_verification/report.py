@@ -305,7 +305,7 @@ def _short(value: Any, digits: int = 3) -> str:
 
 def _arguments(report: VerificationReport) -> Table:
     columns = Column('argument', 'lead'), Column('array', 'code'), Column('values'), Column('reason', 'wide')
-    leaves = sorted(report.arguments, key=lambda leaf: not leaf.reason)  # those without a reason last
+    leaves = sorted(report.arguments, key=lambda leaf: not leaf.reason)  # leaves without a reason come last
     folds = fold((leaf.path, (leaf.array, leaf.values, leaf.reason)) for leaf in leaves)
     rows = [(item, leaves[item.first]) for item in folds]
     return Table(

@@ -202,7 +202,7 @@ class PerturbedEvaluator(Evaluator):
         self._rounding, self._scale, self._seed = rounding, scale, seed
 
     def eval_primitive(self, name: str, equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        if name in ('device_put', 'sharding_constraint'):  # perhaps for devices of the user's mesh
+        if name in ('device_put', 'sharding_constraint'):  # it may name devices of the user's mesh
             return operands
         if not equation.outvars:  # prints and similar effects, which run on the mesh only
             return ()

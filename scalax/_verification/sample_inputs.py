@@ -115,7 +115,7 @@ def _floats(shape: tuple[int, ...], kind: DomainKind, rng: np.random.Generator) 
 def resample(leaves: Sequence[Any], domains: Sequence[ValueDomain], seed: int) -> list[Any]:
     """Returns a user's arrays for seed 0, and similar values in the same domains for other seeds.
 
-    Integers and masks stay as they are, and floats keep their signs. PRNG keys are sampled anew. Floats that
+    Integers and masks stay as they are, and floats keep their signs. PRNG keys are sampled again. Floats that
     are all zero, as in a state that has just been initialized, become small numbers: a product with zero
     would hide errors.
     """

@@ -90,7 +90,7 @@ def active_mesh(mesh: Any) -> Mesh | AbstractMesh | None:
         MeshError: *mesh* is not a mesh or a helper.
     """
     if mesh is not None:
-        mesh = getattr(mesh, 'mesh', mesh)  # of a helper
+        mesh = getattr(mesh, 'mesh', mesh)  # a helper's mesh
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise MeshError(f'mesh is a Mesh, an AbstractMesh or a MeshShardingHelper, got {mesh!r}')
         return mesh

@@ -101,7 +101,7 @@ class Checkpointer(contextlib.AbstractContextManager['Checkpointer']):
         self._checksums, self._timeout = checksums, timeout
         self._steps = StepDirectory(self._directory)
         self._save_thread: SaveThread | None = None
-        self._last_step: int | None = None  # that this checkpointer saved or restored
+        self._last_step: int | None = None  # saved or restored by this checkpointer
         self._restored: int | None = None
         self._lock = threading.RLock()
 

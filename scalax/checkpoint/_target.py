@@ -88,12 +88,12 @@ def is_function(like: Any) -> bool:
     )
 
 
-def require_distinct(paths: Sequence[str], what: str) -> None:
+def require_distinct(paths: Sequence[str], noun: str) -> None:
     """Raises CheckpointError if two leaves have the same path, which a checkpoint cannot distinguish."""
     repeated = [path for path, count in Counter(paths).items() if count > 1]
     if repeated:
         raise CheckpointError(
-            f'{what} has several leaves with the same path: {", ".join(map(repr, repeated[:10]))}. '
+            f'{noun} has several leaves with the same path: {", ".join(map(repr, repeated[:10]))}. '
             'Rename some of their keys: a checkpoint finds leaves by their paths'
         )
 

@@ -332,7 +332,7 @@ def _helper_without_topology(sizes: dict[str, int], slices: object, compiles: bo
             'without --topology the number of devices is unknown: give every axis of --mesh a size'
         )
     if not compiles:
-        types = (AxisType.Auto,) * len(sizes)  # like those of a mesh of devices
+        types = (AxisType.Auto,) * len(sizes)  # like a mesh of devices has
         return MeshShardingHelper.from_mesh(AbstractMesh(tuple(sizes.values()), tuple(sizes), types))
     count = math.prod(sizes.values())
     if count > _MAX_SIMULATED:

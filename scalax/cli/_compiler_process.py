@@ -22,7 +22,7 @@ from scalax.cli._exit_codes import ExitCode
 
 _VARIABLE = 'SCALAX_COMPILER_PROCESS'
 _STDERR = 2
-# Signals that users and systems send to end a process, as opposed to those of a crash.
+# Signals that users and systems send to end a process, as opposed to signals of a crash.
 _TERMINATING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if os.name == 'posix' else ()
 
 

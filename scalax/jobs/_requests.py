@@ -7,7 +7,7 @@ from typing import Any
 
 from scalax._core.channel.lines import InvalidMessage
 
-_MAX_PROCESSES = 1 << 16  # of a job
+_MAX_PROCESSES = 1 << 16  # per job
 _MAX_SECONDS = 1e8
 
 

@@ -174,7 +174,7 @@ class _Task:
     where: str
     on_indivisible: OnIndivisible
     problems: list[Problem] = dataclasses.field(default_factory=list)
-    warnings: list[str] = dataclasses.field(default_factory=list)  # of dimensions that are not divisible
+    warnings: list[str] = dataclasses.field(default_factory=list)  # about indivisible dimensions
 
     def shardings(self, tree: NamedTree, answers: list[Decision | Problem]) -> list[NamedSharding | None]:
         """Validates the answer for each leaf, once for equal answers and shapes; returns the shardings."""

@@ -448,7 +448,7 @@ _PATCHES = 'patch_embeddings/projection|patch_embed/proj|embedding'
 _HEADS = 'classifier|head|fc|pooler/dense|pre_logits'
 
 VIT: Table = (
-    # (height, width, colours, features), of which only the features are large enough to shard.
+    # (height, width, colours, features): only the features are large enough to shard.
     (_named(f'({_PATCHES})/kernel'), PartitionSpec(None, None, None, 'fsdp')),
     (_named(f'({_PATCHES})/weight'), PartitionSpec('fsdp', None, None, None)),
     (_named(f'({_PATCHES})/bias'), REPLICATED),

@@ -14,7 +14,7 @@ from scalax.errors import plural
 from scalax.visualize._blocks import Blocks, Index, range_text
 
 _MAX_ROWS = 24
-_MAX_RUNS = 3  # of device numbers in one block
+_MAX_RUNS = 3  # ranges of device numbers listed in one block
 
 
 class Grid(NamedTuple):

@@ -76,7 +76,7 @@ def batch_axes(shardings: Sequence[DimSharding]) -> frozenset[str]:
     Args:
         shardings: the sharding of each sharded array of the batch.
     """
-    groups = list[set[str]]()  # of axes that shard one dimension
+    groups = list[set[str]]()  # groups of axes that shard one dimension together
     for axes in [axes for sharding in shardings for axes in sharding if axes]:
         overlapping = [group for group in groups if not group.isdisjoint(axes)]
         groups = [group for group in groups if group.isdisjoint(axes)] + [set(axes).union(*overlapping)]

@@ -70,13 +70,13 @@ class SjitOptions(JitOptions, total=False):
     partitioning: BatchPartitioning | None
 
 
-def reject_unknown_options(what: str, options: Iterable[str], option_names: Iterable[str]) -> None:
-    """Raises ArgumentError about options that neither *what* nor ``jax.jit`` has, and names similar options.
+def reject_unknown_options(function_name: str, options: Iterable[str], option_names: Iterable[str]) -> None:
+    """Raises ArgumentError about options that neither the function nor ``jax.jit`` has; names similar ones.
 
     Args:
-        what: the name of the function that takes the options.
-        options: the names of the options that *what* passes on to ``jax.jit``.
-        option_names: the names of the options of *what* itself.
+        function_name: the name of the function that takes the options.
+        options: the names of the options that it passes on to ``jax.jit``.
+        option_names: the names of its other options.
     """
     # Options about arguments are never passed on to ``jax.jit``.
     about_arguments = {field.name for field in dataclasses.fields(Options)}
@@ -84,7 +84,7 @@ def reject_unknown_options(what: str, options: Iterable[str], option_names: Iter
     if unknown := [option for option in options if option not in names]:
         hints = [did_you_mean(option, near_names(option, names)[:1] or names) for option in unknown]
         listed = ', '.join(f'{option!r} ({hint})' for option, hint in zip(unknown, hints, strict=True))
-        raise ArgumentError(f'{what} has no option {listed}')
+        raise ArgumentError(f'{function_name} has no option {listed}')
 
 
 class SjitFunction(functools.partial[Result], Generic[Params, Result]):
@@ -239,12 +239,12 @@ def sjit(
         batch=(options.batch_argnums, options.batch_argnames),
     )
     checked: dict[str, Any] = {}
-    for what in ('in_shardings', 'args_sharding_constraint', 'out_shardings'):
-        rules = getattr(options, what)
+    for option in ('in_shardings', 'args_sharding_constraint', 'out_shardings'):
+        rules = getattr(options, option)
         if rules is not None:
-            checked[what] = checked_rules(rules, f'{what} of {signature.name}')
-            if what != 'out_shardings':
-                signature.reject_unknown_names(rules, what)
+            checked[option] = checked_rules(rules, f'{option} of {signature.name}')
+            if option != 'out_shardings':
+                signature.reject_unknown_names(rules, option)
     if options.on_mismatch not in ('error', 'reshard'):
         raise ArgumentError(f"on_mismatch is 'error' or 'reshard', got {options.on_mismatch!r}")
     if options.pipeline is not None and not isinstance(options.pipeline, Pipeline):

@@ -25,7 +25,7 @@ class Listener(socketserver.ThreadingTCPServer):
     """Serves authenticated connections, each in its own thread.
 
     Args:
-        what: the name of the caller, for messages.
+        caller: the name of the caller, for messages.
         address: the host and port to listen at; port 0 is any free port.
         secret: the shared secret; it may be empty only at a loopback address.
         serve: a function that is called with each channel. When it returns, the connection is closed.
@@ -41,10 +41,10 @@ class Listener(socketserver.ThreadingTCPServer):
     request_queue_size = 128
 
     def __init__(
-        self, what: str, address: tuple[str, int], secret: bytes, serve: Callable[[lines.Channel], None]
+        self, caller: str, address: tuple[str, int], secret: bytes, serve: Callable[[lines.Channel], None]
     ) -> None:
-        require_secret(what, secret, f'{address[0]}:{address[1]}')
-        self._what, self._secret, self._serve = what, secret, serve
+        require_secret(caller, secret, f'{address[0]}:{address[1]}')
+        self._caller, self._secret, self._serve = caller, secret, serve
         self._lock, self._has_logged = threading.Lock(), False
         self._connections: set[socket.socket] = set()
         self._unauthenticated: dict[socket.socket, float] = {}  # -> time of arrival, oldest first
@@ -93,7 +93,7 @@ class Listener(socketserver.ThreadingTCPServer):
                 '%s: a connection from %s was closed: it did not prove that it has the secret, was silent or '
                 'sent an invalid request. If it is yours, set %s to the same value on both sides. Others are '
                 'closed without a message.',
-                *(self._what, host, SECRET_VARIABLE),
+                *(self._caller, host, SECRET_VARIABLE),
             )
 
     def close(self) -> None:

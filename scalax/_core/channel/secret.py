@@ -13,13 +13,13 @@ COMMAND = "python -c 'import secrets; print(secrets.token_hex())'"
 _MIN_LENGTH = 16  # characters: a short secret can be found by brute force from one recorded message
 
 
-def resolve_secret(what: str, secret: str | None = None) -> bytes:
-    """Returns the secret of an argument, or else of the environment variable; empty if there is none.
+def resolve_secret(caller: str, secret: str | None = None) -> bytes:
+    """Returns the secret of an argument, or otherwise of the environment variable; empty without both.
 
     Surrounding white space is removed: a file has a newline at its end, which most shells drop.
 
     Raises:
-        ArgumentError: the secret is not text, or is too short. The message begins with *what*.
+        ArgumentError: the secret is not text, or is too short. The message begins with *caller*.
     """
     name = 'secret'
     if secret is None:
@@ -30,23 +30,23 @@ def resolve_secret(what: str, secret: str | None = None) -> bytes:
     if len(text) < _MIN_LENGTH:
         length = f'{len(text)} characters' if isinstance(secret, str) else type(secret).__name__
         raise ArgumentError(
-            f'{what}: {name} has to be text of at least {_MIN_LENGTH} characters, which nobody can guess, '
+            f'{caller}: {name} has to be text of at least {_MIN_LENGTH} characters, which nobody can guess, '
             f'got {length}. What to do: {COMMAND} makes one.'
         )
     return text.encode('utf-8', 'surrogatepass')  # a variable may contain bytes that are not UTF-8
 
 
-def require_secret(what: str, secret: bytes, address: str) -> None:
+def require_secret(caller: str, secret: bytes, address: str) -> None:
     """Raises ArgumentError if an address can be reached from other machines and there is no secret."""
     if not secret and not is_loopback(address.rpartition(':')[0]):
-        raise missing_secret_error(what, address)
+        raise missing_secret_error(caller, address)
 
 
-def missing_secret_error(what: str, address: str) -> ArgumentError:
+def missing_secret_error(caller: str, address: str) -> ArgumentError:
     """Returns the error about a missing secret for an address that other machines can reach."""
     port = address.rpartition(':')[2]
     return ArgumentError(
-        f'{what}: {address} can be reached from other machines, and there is no secret to restrict who may '
+        f'{caller}: {address} can be reached from other machines, and there is no secret to restrict who may '
         f'connect. What to do: set the environment variable {SECRET_VARIABLE} to the same secret on both '
         f'sides, or give it as secret=...; {COMMAND} makes one. On one machine, localhost:{port} needs none.'
     )

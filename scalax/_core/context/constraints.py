@@ -183,7 +183,7 @@ def retyped_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     return ambient
 
 
-def use_mesh(mesh: Mesh | AbstractMesh, what: str) -> contextlib.AbstractContextManager[Any]:
+def use_mesh(mesh: Mesh | AbstractMesh, label: str) -> contextlib.AbstractContextManager[Any]:
     """Returns a context manager in which *mesh* is the ambient mesh, in place of that of ``jax.set_mesh``.
 
     Raises:
@@ -196,19 +196,19 @@ def use_mesh(mesh: Mesh | AbstractMesh, what: str) -> contextlib.AbstractContext
         ids, ambient_ids = ([device.id for device in m.devices.flat] for m in (mesh, jax.sharding.get_mesh()))
         if ids != ambient_ids:
             raise MeshError(
-                f'{what} uses the devices {ids}, but jax.set_mesh is active with the devices {ambient_ids}: '
+                f'{label} uses the devices {ids}, but jax.set_mesh is active with the devices {ambient_ids}: '
                 'exit that mesh before the call'
             )
     if ambient == abstract:
         return contextlib.nullcontext()
     if ambient.size != abstract.size:
         raise MeshError(
-            f'{what} uses a mesh of {abstract.size} devices, but jax.set_mesh is active with a mesh of '
+            f'{label} uses a mesh of {abstract.size} devices, but jax.set_mesh is active with a mesh of '
             f'{ambient.size}: exit that mesh before the call'
         )
     if AxisType.Explicit in (*ambient.axis_types, *abstract.axis_types) and is_compiled():
         raise MeshError(
-            f'{what} uses the mesh ({partition_specs.axis_sizes_text(abstract.shape)}), in a function that '
+            f'{label} uses the mesh ({partition_specs.axis_sizes_text(abstract.shape)}), in a function that '
             f'is compiled for the mesh ({partition_specs.axis_sizes_text(ambient.shape)}): JAX cannot '
             'combine values of two meshes with Explicit axes; use one helper for both'
         )

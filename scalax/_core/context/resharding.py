@@ -44,17 +44,17 @@ def reject_partial_sums(leaf: Any, spec: PartitionSpec) -> None:
     """Raises ShardingError if a value cannot be converted to partial sums: XLA would end the process."""
     kind = unreduced_kind(spec)
     if kind != 'sum':
-        what = 'arrays'
+        noun = 'arrays'
     elif jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        what = 'complex numbers'
+        noun = 'complex numbers'
     elif jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        what = 'PRNG keys'
+        noun = 'PRNG keys'
     else:
         return
     problem = Problem(
         'unreduced',
         describe_leaf('', leaf),
-        f'{what} cannot be placed as terms of a {kind}',
+        f'{noun} cannot be placed as terms of a {kind}',
         spec=partition_specs.text(spec),
         hint='place it without unreduced axes.',
     )

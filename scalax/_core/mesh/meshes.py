@@ -162,7 +162,9 @@ def _order_over_slices(
     # All CPU devices report slice 0, even on several hosts.
     slices = {*map(slice_of, devices)}
     by_process = slices == {None} or (slices == {0} and devices[0].platform == 'cpu')
-    what = 'processes' if by_process else 'NVLink domains' if devices[0].platform == 'gpu' else 'slices'
+    granule_name = (
+        'processes' if by_process else 'NVLink domains' if devices[0].platform == 'gpu' else 'slices'
+    )
     granules: dict[int, list[Any]] = {}
     for device in devices:
         index: Any = device.process_index if by_process else slice_of(device)
@@ -171,23 +173,24 @@ def _order_over_slices(
     dcn = _replace_minus_one(dcn, len(granules))
     if math.prod(dcn) != len(granules):
         raise MeshError(
-            f'dcn_axis_dims ({dcn_text}) must multiply to the number of {what}, which is {len(granules)}'
+            f'dcn_axis_dims ({dcn_text}) must multiply to the number of {granule_name}, which is '
+            f'{len(granules)}'
         )
     for name, total, across in zip(names, sizes, dcn, strict=True):
         if total % across:
             raise MeshError(
-                f'axis {name!r} has {total} devices over {across} {what}: each total of axis_dims '
+                f'axis {name!r} has {total} devices over {across} {granule_name}: each total of axis_dims '
                 f'is a multiple of its entry in dcn_axis_dims'
             )
     inside = tuple(total // across for total, across in zip(sizes, dcn, strict=True))
     counts = [len(granules[index]) for index in sorted(granules)]
     if set(counts) != {math.prod(inside)}:
         raise MeshError(
-            f'mesh {sizes} over {len(granules)} {what} ({dcn} across, {inside} inside each) needs '
+            f'mesh {sizes} over {len(granules)} {granule_name} ({dcn} across, {inside} inside each) needs '
             f'{math.prod(inside)} devices of each, but they have {first_ten(map(str, counts))}'
         )
     arrays = [
-        _order_in_slice(inside, granules[index], split, f'inside each of the {what}')
+        _order_in_slice(inside, granules[index], split, f'inside each of the {granule_name}')
         for index in sorted(granules)
     ]
     # (across, ..., inside, ...) -> (across, inside, across, inside, ...) -> (across * inside, ...)
@@ -246,22 +249,23 @@ def has_devices(mesh: Mesh | AbstractMesh) -> bool:
     return isinstance(mesh, Mesh) and _is_attached(mesh.devices.flat[0])
 
 
-def require_devices(mesh: Mesh | AbstractMesh, what: str) -> None:
+def require_devices(mesh: Mesh | AbstractMesh, operation: str) -> None:
     """Raises MeshError if programs cannot run on the mesh.
 
     Args:
         mesh: the mesh.
-        what: the operation that needs the devices, for the message.
+        operation: the operation that needs the devices, for the message.
     """
     if isinstance(mesh, AbstractMesh):
         raise MeshError(
-            f'{what} needs devices to run on, and this helper was made from an AbstractMesh, which has '
+            f'{operation} needs devices to run on, and this helper was made from an AbstractMesh, which has '
             'none: use a helper over a Mesh'
         )
     if not has_devices(mesh):
         raise MeshError(
-            f'{what} needs devices to run on, and this helper has {mesh.devices.flat[0].device_kind} devices '
-            'that are not attached: it can only compile (.lower(...).compile()) and plan for them'
+            f'{operation} needs devices to run on, and this helper has '
+            f'{mesh.devices.flat[0].device_kind} devices that are not attached: it can '
+            'only compile (.lower(...).compile()) and plan for them'
         )
 
 

@@ -27,7 +27,7 @@ NO_BREAK = '\u00a0'
 MAX_ROWS = 2000
 """The largest number of rows of a table or a tree that a page shows."""
 _AXIS_COLORS = 6  # in palette.css
-_MAX_OPEN_ROWS = 40  # of a tree, when a page is opened
+_MAX_OPEN_ROWS = 40  # expanded rows of a tree when a page is opened
 _WIDTHS = {'code': 'minmax(100px, 1.7fr)', 'wide': 'var(--wide, minmax(150px, 2.2fr))'}
 
 

@@ -26,7 +26,7 @@ from scalax.errors import ArgumentError, DataError
 
 T = TypeVar('T')
 
-_VERSION = 1  # of reports, and of plans
+_VERSION = 1  # the format version of reports and plans
 _UNCONSTRAINED = 'UNCONSTRAINED'
 
 
@@ -67,13 +67,13 @@ def write(values: Mapping[str, Any]) -> str:
     return '{\n' + ',\n'.join(lines) + '\n}\n'
 
 
-def read(kind: type[T], text_or_path: str | os.PathLike[str], what: str) -> T:
+def read(kind: type[T], text_or_path: str | os.PathLike[str], noun: str) -> T:
     """Reads a value that `write` has written.
 
     Args:
         kind: the class of the value. Its properties may be in the file too, and are not read.
         text_or_path: the JSON itself, or the path of a file that holds it.
-        what: the name of the value in messages, such as ``'report'``.
+        noun: the name of the value in messages, such as ``'report'``.
 
     Raises:
         DataError: the file holds something else, or another version, or cannot be read.
@@ -83,7 +83,7 @@ def read(kind: type[T], text_or_path: str | os.PathLike[str], what: str) -> T:
     if not isinstance(text_or_path, str | os.PathLike):
         raise ArgumentError(
             f'{kind.__name__}.load takes text, or the path of a file, got {type(text_or_path).__name__}: '
-            f'pass the result of {what}.to_json(), or the path of its file'
+            f'pass the result of {noun}.to_json(), or the path of its file'
         )
     is_text = isinstance(text_or_path, str) and text_or_path.lstrip()[:1] in ('', '{')
     name = 'the text' if is_text else repr(os.fspath(text_or_path))
@@ -93,21 +93,21 @@ def read(kind: type[T], text_or_path: str | os.PathLike[str], what: str) -> T:
     except FileNotFoundError:
         raise  # a golden file may not exist yet
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f'{name} is not the JSON of a {what}: {error}') from error
+        raise DataError(f'{name} is not the JSON of a {noun}: {error}') from error
     except (LookupError, TypeError) as error:
-        raise DataError(f'{name} is not the JSON of a {what}: it has no version') from error
+        raise DataError(f'{name} is not the JSON of a {noun}: it has no version') from error
     if version != _VERSION:
         raise DataError(
-            f'{name} is a {what} of version {reprlib.repr(version)}, this scalax reads version '
-            f'{_VERSION}: write it again with {what}.to_json()'
+            f'{name} is a {noun} of version {reprlib.repr(version)}, this scalax reads version '
+            f'{_VERSION}: write it again with {noun}.to_json()'
         )
     try:
         return typing.cast(T, _build(kind, values))
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         why = f'it has no {error}' if isinstance(error, LookupError) else error
         raise DataError(
-            f'{name} is not a complete {what}: {why}. If another release of scalax wrote it, write it again '
-            f'with {what}.to_json()'
+            f'{name} is not a complete {noun}: {why}. If another release of scalax wrote it, write it again '
+            f'with {noun}.to_json()'
         ) from error
 
 

@@ -11,8 +11,8 @@ import stat
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
-MAX_BYTES = 100_000_000  # of a file
-MAX_DEPTH = 127  # of nested arrays and objects
+MAX_BYTES = 100_000_000  # per file
+MAX_DEPTH = 127  # levels of nested arrays and objects
 _MAX_DIGITS = 100
 _REPR = reprlib.Repr()
 _REPR.maxlist = _REPR.maxdict = 8

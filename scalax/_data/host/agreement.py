@@ -25,8 +25,8 @@ from scalax.errors import DataError, ScalaxError, shown
 
 Value = TypeVar('Value')
 
-_MAX_CHARACTERS = 400  # of one difference
-_MAX_DIFFERENCES = 10  # of one process
+_MAX_CHARACTERS = 400  # per difference
+_MAX_DIFFERENCES = 10  # per process
 
 
 @dataclasses.dataclass(frozen=True)

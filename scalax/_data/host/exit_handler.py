@@ -35,7 +35,7 @@ INTERRUPTED = 130
 """Exit code of a process that Ctrl-C ends while it waits, as in shells."""
 
 _FIRST, _REPEAT = 5.0, 15.0  # seconds before the first message, and between two messages
-_MAX_ARRAYS = 3  # that a message lists
+_MAX_ARRAYS = 3  # listed in a message
 _ADVICE = (
     'What to do: wait for the data on every process before the program ends (jax.block_until_ready); if one '
     'process works longer at its end than the others, increase shutdown_timeout of distributed.initialize.'

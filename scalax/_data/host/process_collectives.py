@@ -136,7 +136,7 @@ def broadcast(mesh: Mesh, position: int, data: np.ndarray) -> np.ndarray:
         words = np.zeros_like(words)
     # The devices of a process share its bytes.
     stacked = _stack_processes(grid, words, PartitionSpec('process', 'device'))
-    # All integers but those of one process are zero, so their sum is exact.
+    # The integers of all other processes are zero, so the sum is exact.
     shards = without_mesh_context(_sum_over_processes(grid), stacked).addressable_shards
     ordered = sorted(shards, key=lambda shard: shard.index[0].indices(words.size)[0])
     return np.concatenate(jax.device_get([shard.data for shard in ordered])).view(np.uint8)[: data.size]

@@ -72,7 +72,7 @@ class ReshardPlan:
         }
         seconds = 'time not known' if self.seconds is None else f'{milliseconds(self.seconds)} at least'
         lead = f'{human_bytes(self.bytes)} in {plural(self.communication_rounds, "round")}, {seconds}'
-        cells = [('what', 'bytes'), *((what, human_bytes(size)) for what, size in sizes.items())]
+        cells = [('what', 'bytes'), *((label, human_bytes(size)) for label, size in sizes.items())]
         return '\n'.join([lead, *table(cells, terminal_width(None), 0, {1})])
 
 

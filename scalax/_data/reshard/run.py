@@ -148,7 +148,7 @@ def _transfer_pieces(
             ensure_blocks(target_starts)
             target_blocks.update(device_ops.insert(target_blocks, values, target_starts))
         jax.block_until_ready([*target_blocks.values()])  # so that only one round of pieces is alive
-    ensure_blocks(device for device in schedule.target if is_here(device))  # of arrays without elements
+    ensure_blocks(device for device in schedule.target if is_here(device))  # for arrays without elements
 
 
 def start_in(piece: Piece, block: Any) -> tuple[int, ...]:

@@ -22,11 +22,11 @@ from scalax._diagnostics.doctor import device_process
 from scalax._diagnostics.doctor.environment import Finding
 
 _ROOT = Path(__file__).resolve().parents[3]
-_MAX_LINES = 6  # of output in a message
-_MAX_CHARACTERS = 300  # of a line
+_MAX_LINES = 6  # output lines in a message
+_MAX_CHARACTERS = 300  # per line
 _MAX_OUTPUT = 1 << 20  # bytes of output that are searched
 _GRACE = 5  # seconds for a process to end: one that waits in a driver may not
-# Error messages of JAX, XLA and vendor libraries that do not say what to do.
+# Error messages of JAX, XLA and vendor libraries that give no advice.
 _CURES = {
     r'TPU.{0,40}in use|libtpu\S* (?:is )?already in use': (
         'end the process that has the TPU: sudo lsof -w /dev/accel* /dev/vfio/* names it; if there is none, '
@@ -184,7 +184,7 @@ def _findings(values: dict[str, Any], code: int | None, text: str, seconds: floa
 
 
 def _known_cure(text: str) -> str:
-    """Returns what to do about an error in the output of a process; empty if it is not known."""
+    """Returns the fix of an error in the output of a process; empty if it is not known."""
     return next((cure for pattern, cure in _CURES.items() if re.search(pattern, text)), '')
 
 

@@ -52,8 +52,8 @@ class Diagnosis:
         longest = max(map(len, self.facts))
         lines = [plural(len(self.findings), 'finding') if self.findings else 'nothing is wrong', '']
         lines += wrap_lines((f'{name:<{longest}}  {text}' for name, text in self.facts.items()), width)
-        for number, (what, cure) in enumerate(self.findings, 1):
-            first, *more = what.splitlines()
+        for number, (problem, cure) in enumerate(self.findings, 1):
+            first, *more = problem.splitlines()
             lines += ['', *wrap_lines([f'{number}. {first}'], width), *more]
             lines += wrap_lines([f'   cure: {cure}'], width)
         return '\n'.join(map(visible, lines))
@@ -85,9 +85,9 @@ def diagnose(timeout: float = 120) -> Diagnosis:
     values = opened.values
     only_cpu = values.get('devices', [['']])[0][0] == 'cpu'
     if present and only_cpu and not findings and not opened.findings:
-        what = f'this machine has {" and ".join(present)} devices, but JAX opens only the CPU'
+        problem = f'this machine has {" and ".join(present)} devices, but JAX opens only the CPU'
         cure = 'run with JAX_PLATFORMS=tpu (or cuda, rocm): its error then gives the reason'
-        findings.append(Finding(what + opened.last_lines, cure))
+        findings.append(Finding(problem + opened.last_lines, cure))
     facts = {
         'versions': ', '.join(
             f'{name} {version}' for name, version in {'Python': same_facts['Python'], **versions}.items()

@@ -41,7 +41,7 @@ class Finding(NamedTuple):
 
     Attributes:
         what: the fault.
-        cure: what to do about it.
+        cure: how to fix it.
     """
 
     what: str

@@ -12,7 +12,7 @@ from scalax._planning.autoshard.dim_uses import DimUses
 from scalax._planning.autoshard.step import Leaf
 
 # Groups with less than this fraction of all bytes are replicated, such as biases and counters. The second
-# fraction is for groups that are no operands of matmuls, such as the scales of norms.
+# fraction is for groups that are not operands of matmuls, such as the scales of norms.
 _SMALL_WEIGHTS, _SMALL_OTHERS = 1e-4, 1e-2
 
 
@@ -95,7 +95,7 @@ def _owners(leaves: Sequence[Leaf], weights: frozenset[int]) -> dict[int, int]:
         owner = None if i in weights else next(known_owners, None)
         owners[i] = i if owner is None else owner
         if owner is None:
-            # A leaf that is only added, such as position embeddings, is no operand of a matmul: its
+            # A leaf that is only added, such as position embeddings, is not an operand of a matmul: its
             # statistics have to share at least two keys with it.
             for suffix in suffixes if i in weights else suffixes[:2]:
                 owner_by_suffix.setdefault(suffix, i)

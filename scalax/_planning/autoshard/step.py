@@ -159,7 +159,7 @@ def _argnums(option: str, value: int | Sequence[int], count: int) -> frozenset[i
 
 
 def unique_leaves(step: TracedStep) -> list[Leaf]:
-    """Returns the leaves of a step without those of batches, equal ones once.
+    """Returns the leaves of a step, except those of batches, and only one of several equal leaves.
 
     Raises:
         ArgumentError: leaves have one path and several shapes, so that a rule cannot tell them apart.

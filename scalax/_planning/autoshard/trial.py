@@ -24,7 +24,7 @@ from scalax._planning.time.roofline import StepTime
 from scalax.errors import plural
 
 # The cost of a layout that does not fit, times the ratio of its memory to the limit: more than any step time.
-# The second factor is for layouts that were not compiled, of which only the size of the arguments is known.
+# The second factor is for layouts that were not compiled: only the size of their arguments is known.
 _TOO_LARGE, _NOT_COMPILED = 1e6, 1e9
 # Programs to compile at a time. Each may take some gigabytes of memory.
 _MAX_THREADS = 8

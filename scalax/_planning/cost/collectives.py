@@ -6,8 +6,8 @@ counts and bytes are those of the program after all optimizations, which is the 
 information that explains a collective is lost there. It comes from the partitioner's program of the same
 compilation.
 
-XLA for CPUs stands in for other hardware, which has nothing to do with its optimizations. There the counts
-are those of the partitioner's program.
+A program for CPUs represents other hardware, which does not share XLA:CPU's optimizations. Its counts come
+from the partitioner's program.
 """
 
 from __future__ import annotations

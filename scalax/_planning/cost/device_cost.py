@@ -142,7 +142,7 @@ def _is_kernel(instruction: Instruction) -> bool:
 
 
 def flops_of(instance: ComputationInstance, instruction: Instruction) -> int:
-    """Returns the FLOPs of one instruction, without those of computations that it calls."""
+    """Returns the FLOPs of one instruction, without computations that it calls."""
     count = _FLOPS_OF.get(instruction.opcode)
     return count(instruction, instance.computation.operands_of(instruction)) if count else 0
 

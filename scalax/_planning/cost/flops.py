@@ -106,7 +106,7 @@ def count_flops(jaxpr: ClosedJaxpr) -> Flops:
 
 
 def count_model_flops(jaxpr: ClosedJaxpr) -> int | None:
-    """Counts the FLOPs that the model needs in one call: those of the forward and the backward pass.
+    """Counts the FLOPs that the model needs in one call, in the forward and the backward pass.
 
     https://arxiv.org/abs/2204.02311, appendix B, defines model FLOPs utilization by this count.
     Recomputation and the optimizer do not count; for a function without a gradient everything counts.

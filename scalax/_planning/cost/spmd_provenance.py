@@ -28,7 +28,7 @@ _LATER_KINDS: dict[Kind, tuple[Kind, ...]] = {
 }
 _CLONE = re.compile(r'\.clone(\.\d+)?$')  # which passes append to the name of a computation
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="[^"]*"')
-_MAX_PADDING = 0.1  # of the bytes of a collective
+_MAX_PADDING = 0.1  # as a fraction of the bytes of a collective
 _MAX_NEIGHBORS = 300  # instructions to search around one without an op name
 
 
@@ -41,7 +41,7 @@ class PartitionerCollectives:
     """
 
     def __init__(self, collectives: Iterable[MeshCollective], op_names: Container[str] = ()) -> None:
-        # By channel, by the computation that adds two elements, by op name, and by the function of that.
+        # Indices by channel, by the computation that adds two elements, by op name, and by its function.
         self._by_key: dict[tuple[str, str], list[MeshCollective]] = collections.defaultdict(list)
         # The collectives that scalax wrote and whose op name the later program lacks.
         self._nameless: list[MeshCollective] = []
@@ -216,7 +216,7 @@ def _neighborhood(computation: Computation, start: Instruction) -> Iterator[Inst
 
 
 def _reducers(instruction: Instruction) -> Iterator[str]:
-    """Yields the computation that a collective reduces with, and those that it is a clone of."""
+    """Yields the computation that a collective reduces with, and the computations that it is a clone of."""
     name = instruction.attribute('to_apply') if instruction.opcode in COLLECTIVE_OPS else None
     while name:
         yield name
@@ -224,7 +224,7 @@ def _reducers(instruction: Instruction) -> Iterator[str]:
 
 
 def _instructions_of(instruction: Instruction, module: Module) -> Iterator[Instruction]:
-    """Yields an instruction, and those of the computations that it calls."""
+    """Yields an instruction, and the instructions of the computations that it calls."""
     called = module.called(instruction, 'calls')
     yield instruction
     yield from itertools.chain.from_iterable(computation.instructions.values() for computation in called)

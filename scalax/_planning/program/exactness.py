@@ -1,4 +1,4 @@
-"""Exactness of counts: whether a number of executions, and what is computed from it, is exact or a bound."""
+"""Exactness of counts: whether a number of executions, or a value computed from it, is exact or a bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The phase of each instruction of a program, including instructions whose name tells no phase.
+"""The phase of each instruction of a program, including instructions whose name does not contain it.
 
 JAX names the differentiated computation and its transpose (`phase_of`), but not the optimizer's update: that
 is the computation that uses gradients and is not part of computing them. Instructions that the compiler adds,
@@ -114,6 +114,6 @@ class PhaseFinder:
 
 
 def _most_frequent_phase(instance: ComputationInstance, computation: Computation) -> Phase:
-    """Returns the phase of most instructions of a computation; ``'other'`` only if there is no other one."""
+    """Returns the most frequent phase of a computation; ``'other'`` only if there is no other one."""
     counts = collections.Counter(map(instance.phase_of, computation.instructions.values()))
     return max(PHASES, key=lambda phase: counts[phase] if phase != 'other' else 0.5)

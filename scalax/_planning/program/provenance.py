@@ -63,8 +63,8 @@ def source_of(module: Module, computation: Computation, instruction: Instruction
     line of the loop.
     """
     if pipeline_send := PIPELINE_SCOPE.search(instruction.op_name):
-        what, file, line, function = pipeline_send.groups()
-        return Source(file=file, line=int(line), function=f'{function}, {what}')
+        purpose, file, line, function = pipeline_send.groups()
+        return Source(file=file, line=int(line), function=f'{function}, {purpose}')
     near = [*nearby_instructions(computation, instruction)]
     annotation = next((match[1] for item in near for match in _ANNOTATION.finditer(item.op_name)), '')
     for item in near:

@@ -14,7 +14,7 @@ from scalax._planning.time.roofline import Roofline
 from scalax._spmd.pipelines.summary import PipelinedLoop, PipelinedLoops
 from scalax.errors import plural
 
-_MAX_CELLS = 4000  # of a picture
+_MAX_CELLS = 4000  # cells of a picture
 _IDLE = '\u00b7'
 
 

@@ -1,4 +1,4 @@
-"""The data of a plan, and what it determines: whether the step fits, totals, and the roofline."""
+"""The data of a plan, and values derived from it: whether the step fits, totals, and the roofline."""
 
 from __future__ import annotations
 

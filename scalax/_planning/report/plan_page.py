@@ -56,11 +56,11 @@ _ADVICE = {
     ),
 }
 _MAX_TEXT_ROWS = 15
-_CLOSE = 0.2  # of the overlapped time
+_CLOSE = 0.2  # as a fraction of the overlapped time
 _MIN_DIFFERENCE = 0.01  # of the difference between the schedule and the overlapped time
 _MAX_BUFFERS = 20
 _DEFAULT_GPU_FRACTION = 0.75  # https://docs.jax.dev/en/latest/gpu_memory_allocation.html
-_MAX_REST = 0.1  # of the peak
+_MAX_REST = 0.1  # as a fraction of the peak
 _SMALL_PROGRAM = (
     2**31
 )  # bytes; quick plans of smaller programs, such as a matmul of 1.5 GiB, are off by over 8 %
@@ -187,7 +187,7 @@ def memory_blocks(plan: PlanData) -> list[Block]:
 
 
 def _gpu_fraction_advice(plan: PlanData) -> str:
-    """Returns what to set for a program that needs more of a GPU's memory than JAX allocates by default."""
+    """Returns advice for a program that needs more of a GPU's memory than JAX allocates by default."""
     fraction = plan.memory.total / plan.memory.limit if plan.platform == 'gpu' and plan.memory.limit else 0.0
     if fraction <= _DEFAULT_GPU_FRACTION:
         return ''
@@ -236,7 +236,7 @@ def _largest_buffers(plan: PlanData) -> Block:
 
 
 def _seconds(plan: PlanData, roofline: Roofline | None) -> list[Block]:
-    """Returns the roofline, or why there is none and what to do."""
+    """Returns the roofline, or the reason why there is none, with advice."""
     if roofline is not None:
         lines = str(roofline).splitlines()
         return [TextOnly([Lines(lines)]), HtmlOnly([Code('\n'.join(lines))])]

@@ -188,7 +188,7 @@ class _Simulator:
     def run(self, instance: ComputationInstance) -> tuple[float, tuple[Span, ...]]:
         """Returns the seconds of one execution of a computation, and its spans."""
         now, spans = 0.0, list[Span]()
-        busy_until: dict[str, float] = collections.defaultdict(float)  # of each lane beside the device
+        busy_until: dict[str, float] = collections.defaultdict(float)  # for each lane except the device
         pending: dict[str, tuple[Instruction, str, float]] = {}  # its name, and when it ends
         for instruction in instance.computation.instructions.values():
             name, opcode = instruction.name, instruction.opcode

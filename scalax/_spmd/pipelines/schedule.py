@@ -12,8 +12,8 @@ layers, and they become a partial sum over the stages.
 With several repeats, a stage holds several groups of layers, and microbatches pass through all stages as
 often. They go in groups of as many as there are stages, so that the first stage continues with what the last
 stage sent in the tick before. Before its first microbatch a stage computes with real examples, and after its
-last one it repeats that microbatch, because layers may turn zeros into NaN. What it writes in these idle
-ticks is overwritten later, or is right.
+last one it repeats that microbatch, because layers may turn zeros into NaN. Its writes in these
+idle ticks are overwritten later, or are correct.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class PipelinedScan(NamedTuple):
 
 
 class _Assignment(NamedTuple):
-    """What a stage computes in a tick.
+    """The work of a stage in a tick.
 
     Attributes:
         microbatch: the index of the microbatch.
         repeat: the repeat of the microbatch.
-        is_idle: whether the stage is idle, and computes something that is not used.
+        is_idle: whether the stage is idle, so that its results are not used.
         is_done: whether the stage has computed all its microbatches.
     """
 
@@ -199,7 +199,7 @@ class Ticks:
         return buffers
 
     def _assignment(self, step: Any) -> _Assignment:
-        """Returns what a stage computes in its step of this index; it is idle before step 0."""
+        """Returns the work of a stage in its step of this index; it is idle before step 0."""
         pipeline = self._pipeline
         last_step = pipeline.num_steps - 1
         clipped = jnp.clip(step, 0, last_step)

@@ -91,7 +91,7 @@ class AutoShardings:
         return dims if any(dims) else NO_AXES
 
     def _forward(self, jaxpr: Any, arguments: Sequence[AutoDims], *, is_final: bool) -> list[AutoDims]:
-        """Propagates shardings through a jaxpr, and returns those of its results.
+        """Propagates shardings through a jaxpr, and returns the shardings of its results.
 
         Args:
             jaxpr: the jaxpr, open or closed.

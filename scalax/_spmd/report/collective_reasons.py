@@ -135,7 +135,7 @@ def _reason(collective: Collective, path: str, primitive: str, of_examples: bool
     verb = 'gathered' if collective.kind == 'all_gather' else 'moved'
     if path and primitive not in _LOOK_UPS:
         return f'examples {verb} to meet blocks of {path}'
-    if path:  # of a table
+    if path:  # the update of a table
         if collective.kind == 'all_gather' and jax.dtypes.issubdtype(
             collective.value.aval.dtype, jax.numpy.integer
         ):

@@ -232,7 +232,7 @@ def _result_text(equation: Any) -> str:
 
 
 def _user_lines(equation: Any) -> Iterator[tuple[str, int]]:
-    """Yields the lines that led to an equation, outermost first, without those of JAX and of scalax."""
+    """Yields the source lines that led to an equation, outermost first, without those of JAX and scalax."""
     frame = traceback_of(equation)
     while frame is not None:
         file = frame.tb_frame.f_code.co_filename

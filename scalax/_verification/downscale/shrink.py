@@ -33,8 +33,8 @@ _SMALL, _MAX_ELEMENTS = 2**24, 2**27
 _PERIOD = 2**12  # divisibility by the sizes of mesh axes repeats after fewer sizes than this
 # Sizes from here on that differ by one or two are grouped, such as a length and the length plus one.
 _MIN_GROUPED = 32
-_MAX_CANDIDATES = 8  # of each kind, in place of one size
-_MAX_LINES = 5  # of differences
+_MAX_CANDIDATES = 8  # candidates of each kind for one size
+_MAX_LINES = 5  # listed differences
 
 
 class FullSizeStep:
@@ -76,7 +76,7 @@ class Shrinker:
     ) -> None:
         self._full, self._helper, self._make, self._deadline = full, helper, make, deadline
         self._target, self._named_sizes = full.fingerprint, named_sizes
-        self._groups: list[list[int]] = []  # of sizes that change together
+        self._groups: list[list[int]] = []  # indices of sizes that change together
         for size in sorted({*named_sizes.values()}):
             if self._groups and size >= _MIN_GROUPED and size - self._groups[-1][0] <= 2:
                 self._groups[-1].append(size)
@@ -152,7 +152,7 @@ class Shrinker:
         return improved
 
     def _try(self, *changes: tuple[Sequence[int], int]) -> bool:
-        """Takes other sizes if they are better, and no operation that is right gets lost.
+        """Keeps other sizes if they are better and lose no matching operation.
 
         Args:
             changes: groups with the size in place of their smallest one.
