@@ -119,7 +119,7 @@ DIVIDE = (
         pytest.param(
             {'a': None, 'b': P(P.UNCONSTRAINED)},
             {'a': leaf(8), 'b': leaf(8)},
-            id='nothing said',
+            id='no reason',
         ),
         pytest.param(
             {'a': TreePathShardingRule(('x', P())), 'b': PolicyShardingRule(returns_three), 'c': P('fsdp')},

@@ -286,7 +286,7 @@ def test_integer_results_are_summed():
 
 ROWS = np.ones((6, 2), np.float32)
 ERRORS = {
-    'no number': (
+    'not a number': (
         lambda: microbatch(loss, 0),
         ArgumentError,
         'microbatch(fun, n): n is the number of microbatches, at least 1, got 0',
@@ -343,7 +343,7 @@ ERRORS = {
         'What to do: choose a number of microbatches that divides the number of examples (on each device, so '
         'that none have to move), or name the arguments that are the batch (batch=...).',
     ),
-    'nothing to divide': (
+    'nothing to split': (
         lambda: microbatch(loss, 4)({}, {'x': None}),
         DataError,
         'the batch of loss (batch) holds no arrays: all microbatches would be the same. Name the arguments '

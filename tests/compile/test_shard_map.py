@@ -61,14 +61,14 @@ CUTS = {
     'turned': (P('b', 'a'), None),
     'one dimension': (P(('b', 'a')), None),
     'one of two': (P('a'), {'a'}),
-    'the other of two': (P('b'), {'b'}),
+    'the second of two': (P('b'), {'b'}),
     'and one for the compiler': (P('a', 'b'), {'a'}),
-    'and the other for the compiler': (P('a', 'b'), {'b'}),
+    'with the other axis Auto': (P('a', 'b'), {'b'}),
     'a dimension of two': (P(None, ('a', 'b')), {'a'}),
 }
 LIES = {
     'host': lambda helper: X,
-    'as asked': lambda helper: helper.shard(X, P('a', 'b')),
+    'as requested': lambda helper: helper.shard(X, P('a', 'b')),
     'turned': lambda helper: helper.shard(X, P('b', 'a')),
     'elsewhere': lambda helper: jax.device_put(X, jax.devices()[3]),
 }
@@ -313,7 +313,7 @@ def cases():
             lambda: HELPER.shard_map(double, P('a'), P('a', None, 'b'))(X),
             errors.ShardingError,
         ),
-        'a manual axis behind another': (
+        'a manual axis after another': (
             lambda: HELPER.shard_map(double, P(('b', 'a')), P('a'), axis_names={'a'})(X),
             errors.ShardingError,
         ),
@@ -328,7 +328,7 @@ def cases():
             lambda: HELPER.shard_map(HELPER.shard_map(double, P('a'), P('a')), P('a'), P('a'))(X),
             errors.MeshError,
         ),
-        'axis names that are none': (
+        'unknown axis names': (
             lambda: HELPER.shard_map(double, P('a'), P('a'), axis_names=3),
             errors.ArgumentError,
         ),

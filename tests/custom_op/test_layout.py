@@ -32,8 +32,8 @@ CASES = {
     'an axis serves one factor': ([P(None, 'x'), P('x')], {'c': ('x',)}),
     'the free axes of a tuple': ([P(None, 'x'), P(('x', 'y'))], {'b': ('y',), 'c': ('x',)}),
     'results come last': ([P(), P(), P('x', 'y')], {'b': ('x',), 'c': ('y',)}),
-    'an axis that does not divide': ([P('z', 'z')], {'c': ('z',)}),
-    'the axes of a tuple that divide': ([P(('x', 'z'), ('y', 'z'))], {'b': ('x',), 'c': ('y', 'z')}),
+    'an indivisible axis': ([P('z', 'z')], {'c': ('z',)}),
+    'the divisible axes of a tuple': ([P(('x', 'z'), ('y', 'z'))], {'b': ('x',), 'c': ('y', 'z')}),
     'axes of another mesh': ([P('other', 'x')], {'c': ('x',)}),
     'unconstrained dimensions': ([P(P.UNCONSTRAINED, 'x')], {'c': ('x',)}),
 }

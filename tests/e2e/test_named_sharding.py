@@ -232,7 +232,7 @@ CHECKS: dict[str, tuple[MeshShardingHelper, PartitionSpec, str, str]] = {
         'the spec has 3 entries, the array 2 dimensions',
         'give a spec at most one entry per dimension (PartitionSpec() replicates).',
     ),
-    'unconstrained, as a place': (
+    'unconstrained device_put': (
         AUTO,
         P(U),
         'an UNCONSTRAINED dimension does not determine where an array is placed',

@@ -96,7 +96,7 @@ STEPS = {
     # behaviour of a kernel: arguments of `kernel`, whether its grid can be split over devices
     'each step has a block': ({}, True),
     'all steps have one result': ({'in_spec': WHOLE, 'out_spec': WHOLE}, False),
-    'a step asks for its number': ({'body': numbered}, False),
+    'a step reads its program_id': ({'body': numbered}, False),
 }
 
 

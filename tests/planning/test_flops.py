@@ -209,7 +209,7 @@ EXACT = {
     'linear_call': (linear, 1),
     'scan of 4': (scanned(4), 4),
     'scan of 16': (scanned(16), 16),
-    'scan of none': (scanned(0), 0),
+    'scan of length 0': (scanned(0), 0),
     'scan in scan': (scanned(3, scanned(5)), 15),
     'scan over arrays': (
         lambda x: jax.lax.scan(lambda c, y: (c @ y, y @ y), x, jnp.stack([x] * 3)),
@@ -220,8 +220,8 @@ EXACT = {
     'while': (loop(9), 9),
     'while in steps': (loop(9, step=2, start=1), 4),
     'while never': (loop(3, start=3), 0),
-    'while without products': (lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 9, jnp.tanh, x), 0),
-    'branches alike': (lambda x: jax.lax.cond(x[0, 0] > 0, product, lambda x: x @ x, x), 1),
+    'while without matmuls': (lambda x: jax.lax.while_loop(lambda x: x[0, 0] < 9, jnp.tanh, x), 0),
+    'equal branches': (lambda x: jax.lax.cond(x[0, 0] > 0, product, lambda x: x @ x, x), 1),
     'platforms': (lambda x: jax.lax.platform_dependent(x, cpu=product, default=product), 1),
     'a kernel on a grid': (on_grid, 6),
 }

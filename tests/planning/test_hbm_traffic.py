@@ -154,8 +154,8 @@ def repeated(x):
 
 # Bytes per element of float32. A narrower copy, or another view, of a matmul's operand is not read.
 OF_CPUS = {
-    'a product with itself': of_one(lambda x: x.T @ x, 4 + 4 / 8, 2048, 256),
-    'what is done to a product': (
+    'a matmul of one matrix': of_one(lambda x: x.T @ x, 4 + 4 / 8, 2048, 256),
+    'elementwise operations on a matmul': (
         fused,
         (leaf(2048, 64, dtype=jnp.bfloat16), leaf(64, 64, dtype=jnp.bfloat16)),
         (),
@@ -167,7 +167,7 @@ OF_CPUS = {
     'a cast': of_one(lambda x: x.astype(jnp.bfloat16), 4 + 2),
     'another shape': of_one(lambda x: x.reshape(-1), 0, donated=(0,)),
     'operations in a row': of_one(repeated, 8),
-    'an update of what is not donated': of_one(lambda x: x.at[3].set(0.0), 8),
+    'an update without donation': of_one(lambda x: x.at[3].set(0.0), 8),
 }
 
 
@@ -353,7 +353,7 @@ def test_instructions(entry, moved):
 
 FUSED = {
     'a slice': (['%s = f32[2,256] slice(%x), slice={[0:2], [0:256]}', '%r = f32[2,256] negate(%s)'], 2, 2),
-    'a slice of what is computed': (
+    'a slice of an intermediate': (
         ['%n = f32[256,256] negate(%x)', '%r = f32[2,256] slice(%n), slice={[0:2], [0:256]}'],
         2,
         2,
@@ -376,7 +376,7 @@ FUSED = {
         2,
         2,
     ),
-    'an update of what is computed': (
+    'an update of an intermediate': (
         [
             '%n = f32[256,256] negate(%x)',
             '%s = f32[2,256] slice(%x), slice={[0:2], [0:256]}',
@@ -385,7 +385,7 @@ FUSED = {
         256,
         256,
     ),
-    'what is passed on': (
+    'an unchanged operand': (
         ['%n = f32[256,256] negate(%x)', '%r = (f32[256,256], f32[256,256]) tuple(%x, %n)'],
         256,
         256,

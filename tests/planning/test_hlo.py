@@ -78,7 +78,7 @@ def test_unknown_groups(text, message):
 
 SLICES_OF_TWO = [100000, 100001, 200000, 200001]
 BETWEEN_SLICES = {
-    'whole slices': ('"{1,2}x{0:1}"', SLICES_OF_TWO, [[0, 2], [1, 3]]),
+    'entire slices': ('"{1,2}x{0:1}"', SLICES_OF_TWO, [[0, 2], [1, 3]]),
     'slices of one device': ('"{2,1}x{0}"', [100000, 200000], [[1, 0]]),
     'listed': ('{{100000,200000},{100001,200001}}', SLICES_OF_TWO, [[0, 2], [1, 3]]),
     'pairs': ('{{100000->200001}}', SLICES_OF_TWO, [[0, 3]]),
@@ -435,7 +435,7 @@ def loop(test, step='%next = s32[] add(%i, %one)', start='constant(2)', attribut
 
 LOOPS = {
     'to a constant': (loop('compare(%i, %ten), direction=LT'), 8, Exactness.EXACT),
-    'to what is carried along': (loop('compare(%i, %n), direction=LT'), 5, Exactness.EXACT),
+    'to a carried value': (loop('compare(%i, %n), direction=LT'), 5, Exactness.EXACT),
     'in threes': (
         loop('compare(%i, %ten), direction=LT', '%next = s32[] add(%three, %i)'),
         3,
@@ -454,7 +454,7 @@ LOOPS = {
         2,
         Exactness.EXACT,
     ),
-    'of itself': (loop('compare(%i, %i), direction=EQ'), 1, Exactness.AT_LEAST),
+    'of the same value': (loop('compare(%i, %i), direction=EQ'), 1, Exactness.AT_LEAST),
     'by an unknown operation': (
         loop('compare(%i, %ten), direction=LT', '%next = s32[] popcnt(%i)'),
         1,

@@ -112,10 +112,10 @@ SPEAKING = {
     'a transform': (mixed, {}),
     'sorted': (sorted_rows, {}),
     'in parts': (in_parts, {}),
-    'one row after the other': (one_by_one, {'out': P('fsdp')}),
+    'row by row': (one_by_one, {'out': P('fsdp')}),
     'gathered by the output': (blocks, {'out': P()}),
     'gathered by a constraint': (constrained, {'out': P('fsdp')}),
-    'products of gathered examples': (compared, {'out': P()}),
+    'matmuls of gathered examples': (compared, {'out': P()}),
 }
 
 

@@ -115,7 +115,7 @@ STEPS = {
         {'forward': 1, 'backward': 3},
         4,
     ),
-    'an optimizer with products': (orthogonal, {'forward': 2, 'backward': 3, 'other': 2}, 5),
+    'an optimizer with matmuls': (orthogonal, {'forward': 2, 'backward': 3, 'other': 2}, 5),
     'a teacher': (with_a_teacher, {'forward': 1, 'backward': 1, 'other': 1}, 2),
 }
 

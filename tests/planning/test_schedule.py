@@ -79,7 +79,7 @@ ENTRY %main (x: f32[250]) -> f32[250] {{
 @pytest.mark.parametrize(
     ('first_us', 'second_us', 'waits'),
     [(4, 1, 0), (4, 1.5, 0.5), (7, 1, 3), (7, 4, 6), (0, 9, 4)],
-    ids=['beside', 'second', 'first', 'both', 'one after the other'],
+    ids=['beside', 'second', 'first', 'both', 'sequential'],
 )
 def test_collectives_overlap_kernels_but_not_each_other(first_us, second_us, waits):
     schedule = of(OVERLAPPED, {'one': ('all-gather', first_us), 'two': ('all-gather', second_us)})

@@ -61,7 +61,7 @@ LOOPS = {
     'unlike, passed by': (while_(lambda i: i != 10, lambda i: i + 3, 0, jnp.int8), 174, EXACT),
     'up to the end of its type': (while_(lambda i: i < 127, lambda i: i + 2, 1, jnp.int8), 63, EXACT),
     'like': (while_(lambda i: i == 3, lambda i: i + 1, 3), 1, EXACT),
-    'the other way around': (while_(lambda i: jax.lax.gt(9, i), lambda i: 2 + i, 1), 4, EXACT),
+    'reversed': (while_(lambda i: jax.lax.gt(9, i), lambda i: 2 + i, 1), 4, EXACT),
     'never': (while_(lambda i: i < 3, lambda i: i + 1, 3), 0, EXACT),
     'doubled': (while_(lambda i: i < 100, lambda i: i * 2, 1), 7, EXACT),
     'halved': (while_(lambda i: i > 0, lambda i: jax.lax.div(i, 2), 100), 7, EXACT),
@@ -92,7 +92,7 @@ LOOPS = {
         4,
         EXACT,
     ),
-    'two that meet': (
+    'two counters that meet': (
         loop(lambda x, i, j: i < j, lambda i, j: (i + 1, j - 2), 0, 12),
         4,
         EXACT,
@@ -102,7 +102,7 @@ LOOPS = {
         4,
         EXACT,
     ),
-    'two that change places': (
+    'two counters that are swapped': (
         loop(lambda x, i, j: i < 6, lambda i, j: (j, i + 3), 0, 1),  # 0, 1, 3, 4, 6
         4,
         EXACT,
@@ -113,7 +113,7 @@ LOOPS = {
         9,
         EXACT,
     ),
-    'from a call that takes a key': (
+    'from a call with a key': (
         lambda x: while_(lambda i: i < 9, lambda i: i + 1, beside_a_key(jax.random.key(0), 1)[1])(x),
         6,
         EXACT,
@@ -123,12 +123,12 @@ LOOPS = {
         6,
         AT_MOST,
     ),
-    'or until something else happens': (
+    'or until another condition': (
         loop(lambda x, i: small(x) & ((i < 6) & (i < 8)), lambda i: (i + 1,), 0),
         6,
         AT_MOST,
     ),
-    'or until a long table says so': (  # which is not printed
+    'or until a long table ends it': (  # which is not printed
         loop(lambda x, i: (i < 6) & (jnp.asarray(TABLE)[i] > 0), lambda i: (i + 1,), 0),
         6,
         AT_MOST,
@@ -144,7 +144,7 @@ LOOPS = {
     'to data': (lambda x: while_(lambda i: i < x[0, 0], lambda i: i + 1, 0)(x), 1, AT_LEAST),
     'for ever': (while_(lambda i: i < 9, lambda i: i - 0, 0), 1, AT_LEAST),
     'of reals': (while_(lambda r: r < 3.0, lambda r: r + 1.0, 0.0), 1, AT_LEAST),
-    'in longer and longer rounds': (
+    'with growing steps': (
         while_(lambda i: i < 10**9, lambda i: jax.lax.select(i < 4, i + 1, i + 2), 0),
         1,
         AT_LEAST,

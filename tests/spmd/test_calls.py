@@ -92,7 +92,7 @@ CALLS = {
         functools.partial(layer, w=W), kwargs={'x': X}, in_shardings={'x': ROWS}, batch_argnames='x'
     ),
     'functools.wraps': sjit(wrapped(layer)),
-    'functools.wraps, said': sjit(wrapped(layer), **SAID),
+    'functools.wraps, explicit': sjit(wrapped(layer), **SAID),
     'functools.wraps, named': sjit(wrapped(layer), **NAMED),
     'functools.wraps, from the end': sjit(wrapped(layer), in_shardings=BY_SPECS, batch_argnums=-1),
     'named_call': sjit(jax.named_call(layer, name='block')),
@@ -100,25 +100,27 @@ CALLS = {
     'checkpoint': sjit(jax.checkpoint(layer)),
     'nested': sjit(nested),
     'by keyword': sjit(layer, W, kwargs={'x': X}),
-    'by keyword, said': sjit(layer, W, kwargs={'x': X}, **SAID),
-    'all by keyword, said': sjit(layer, kwargs={'x': X, 'w': W}, **SAID),
+    'by keyword, explicit': sjit(layer, W, kwargs={'x': X}, **SAID),
+    'all by keyword, explicit': sjit(layer, kwargs={'x': X, 'w': W}, **SAID),
     'keyword only': sjit(keywords_only, kwargs={'w': W, 'batch': X}, in_shardings={'w': RULE, 'batch': ROWS}),
-    'keyword only, said': sjit(
+    'keyword only, explicit': sjit(
         keywords_only,
         kwargs={'w': W, 'batch': X},
         in_shardings={'w': ROWS, 'batch': ROWS},
         batch_argnames=['batch'],
     ),
     'any keywords': sjit(any_keywords, W, kwargs={'x': X}, **NAMED),
-    'any number': sjit(any_number),
-    'any number, from the end': sjit(any_number, in_shardings=BY_SPECS, batch_argnums=-1),
+    'varargs': sjit(any_number),
+    'varargs, from the end': sjit(any_number, in_shardings=BY_SPECS, batch_argnums=-1),
     'donated': sjit(layer, **SAID, donate_argnums=1),
     'static': sjit(scaled, W, X, 1.0, static_argnums=2),
     'number': sjit(scaled, W, X, 1, in_shardings=(RULE, ROWS, P())),
     'number without a rule': sjit(scaled, W, X, 1.0, in_shardings=(RULE, ROWS, None)),
     'constraint': sjit(layer, in_shardings=None, args_sharding_constraint=RULES),
     'constraint, not of the batch': sjit(layer, args_sharding_constraint=(RULE, None)),
-    'constraint, not of the batch, said': sjit(layer, args_sharding_constraint=(RULE, None), batch_argnums=1),
+    'constraint, not of the batch, explicit': sjit(
+        layer, args_sharding_constraint=(RULE, None), batch_argnums=1
+    ),
     'constraint of the batch': sjit(layer, in_shardings=(RULE, None), args_sharding_constraint=(None, ROWS)),
 }
 

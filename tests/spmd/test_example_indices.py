@@ -77,7 +77,7 @@ OTHERS = {
     'in another order': lambda c, k, at: c.at[jnp.arange(B)[::-1], at].set(k),
     'shifted': lambda c, k, at: c[(jnp.arange(B) + 1) % B, at % T],
     'of some examples': lambda c, k, at: c[jnp.arange(B // 2), at[: B // 2] % T],
-    'of numbers that begin again': lambda c, k, at: c[jnp.arange(B) % 8, at % T],
+    'of indices that restart': lambda c, k, at: c[jnp.arange(B) % 8, at % T],
     'of an argument': lambda c, k, at: c[jnp.abs(at), at % T],
     'all elements': lambda c, k, at: c[:, :, 0][at % T, at % T],
 }

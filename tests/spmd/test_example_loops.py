@@ -169,12 +169,12 @@ IN_ORDER = {
     'state': lambda w, x: lax.scan(lambda c, row: (jnp.tanh(c + row @ w), None), ZEROS, x)[0],
     'running sums': lambda w, x: lax.scan(lambda c, row: ((t := c + row @ w), t), ZEROS, x),
     'a sum that is read': lambda w, x: lax.scan(lambda c, row: (c + row @ w, c.sum()), ZEROS, x),
-    'a sum from a number': lambda w, x: lax.scan(lambda c, row: (row @ w - c, None), ZEROS, x)[0],
+    'a sum with an initial value': lambda w, x: lax.scan(lambda c, row: (row @ w - c, None), ZEROS, x)[0],
     'a product': lambda w, x: lax.scan(lambda c, row: (c * (row @ w), None), ZEROS + 1, x)[0],
     'a sum and a maximum': lambda w, x: lax.scan(
         lambda c, row: (jnp.maximum(c + row @ w, 0), None), ZEROS, x
     )[0],
-    'a sum of itself': lambda w, x: lax.scan(lambda c, row: (c + c * row, None), ZEROS, x)[0],
+    'a doubled sum': lambda w, x: lax.scan(lambda c, row: (c + c * row, None), ZEROS, x)[0],
     'two that swap': lambda w, x: lax.scan(lambda c, row: ((c[1] + row, c[0]), None), (ZEROS, ZEROS), x)[0],
 }
 

@@ -39,10 +39,10 @@ def stacked(w, x):
 PROGRAMS = {
     'columns are added to a sum': lambda w, x: block(w, x) @ w['next'],
     'concatenated with one': lambda w, x: jnp.concatenate([x @ w['skip'], (x @ w['up']) @ w['down']], -1),
-    'a product sums them': lambda w, x: jax.nn.relu(block(w, x)) @ w['behind'],
+    'a matmul contracts them': lambda w, x: jax.nn.relu(block(w, x)) @ w['behind'],
     'multiplied with a sum': lambda w, x: (x @ w['skip']) * ((x @ w['up']) @ w['down']),
     'images': images,
-    'stacked with what is replicated': stacked,
+    'stacked with a replicated value': stacked,
     'largest': lambda w, x: lax.associative_scan(jnp.maximum, x @ w['up'], axis=1),
 }
 

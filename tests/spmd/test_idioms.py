@@ -58,7 +58,7 @@ APART = {
     # Matrices and vectors of each example
     'solve': lambda w, x: jnp.linalg.solve(x.reshape(32, 4, 4) + 4 * jnp.eye(4), x[:, :4, None]),
     'solve with a weight': lambda w, x: jnp.linalg.solve(w.T @ w + jnp.eye(16), x.T).T,
-    'own root': lambda w, x: lax.custom_root(
+    'custom_root': lambda w, x: lax.custom_root(
         lambda y: y**3 - jnp.tanh(x @ w),
         x * 0 + 1,
         lambda f, y: lax.fori_loop(0, 5, lambda _, y: y - 0.1 * f(y), y),
@@ -83,7 +83,7 @@ MORE = {
     ),
     'sort of pairs': lambda w, x: lax.sort((jnp.round(x), x @ w), dimension=1, num_keys=1, is_stable=True),
     'chosen by rank': lambda w, x: jnp.take_along_axis(x @ w, jnp.argsort(x, 1), 1),
-    'sums by number': lambda w, x: jnp.zeros((10, 16)).at[EXAMPLES % 10].add(x @ w),
+    'segment sums': lambda w, x: jnp.zeros((10, 16)).at[EXAMPLES % 10].add(x @ w),
     'rows in groups': lambda w, x: lax.ragged_dot(x, jnp.stack([w, 2 * w, 3 * w]), jnp.array([10, 2, 20])),
     'tile of features': lambda w, x: jnp.tile(x @ w, (1, 3)),
     'special functions': lambda w, x: jax.scipy.special.erfinv(jnp.tanh(x @ w)),
@@ -108,7 +108,7 @@ APART_WITHOUT_GRADIENT = {
     'loop of each example': lambda w, x: jax.vmap(
         lambda r: lax.while_loop(lambda c: (c**2).sum() < 9, lambda c: c * 1.5 + 0.1, r)
     )(x @ w),
-    'own vmap': lambda w, x: own_vmap(x @ w) + jax.vmap(own_vmap)(jnp.tanh(x @ w)),
+    'custom_vmap': lambda w, x: own_vmap(x @ w) + jax.vmap(own_vmap)(jnp.tanh(x @ w)),
     'search': lambda w, x: jnp.searchsorted(jnp.sort(w[0]), x @ w),
 }
 WITHOUT_GRADIENT = {
@@ -153,7 +153,7 @@ MIXED = {
     ),
     'padded': (lambda w, x: jnp.pad(x @ w, ((2, 6), (0, 0))), {'pad'}),
     'tiles': (lambda w, x: jnp.tile(x @ w, (2, 3)), {'tile'}),
-    'examples behind others': (lambda w, x: jnp.concatenate([x @ w, x], 0), {'concatenate'}),
+    'concatenated examples': (lambda w, x: jnp.concatenate([x @ w, x], 0), {'concatenate'}),
     'permutation': (lambda w, x: jax.random.permutation(jax.random.key(1), x @ w), {'gather'}),
     'matrices of examples': (lambda w, x: jnp.triu(x.reshape(2, 16, 16) @ w), {'reshape'}),
     'examples as time': (

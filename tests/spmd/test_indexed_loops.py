@@ -43,10 +43,10 @@ TAKEN = {
         jax.checkpoint(lambda c, i: (c + jnp.tanh(x[i] @ w), None)), jnp.zeros(8), jnp.arange(N)
     )[0],
     'in a jit': jax.jit(counted),
-    'a number that is computed with': lambda w, x: lax.fori_loop(
+    'an index used in arithmetic': lambda w, x: lax.fori_loop(
         0, N, lambda i, c: c + i * (x[i] @ w), jnp.zeros(8)
     ),
-    'rows that are carried along': lambda w, x: lax.fori_loop(
+    'rows in the carry': lambda w, x: lax.fori_loop(
         0, N, lambda i, c: (c[0], c[1] + c[0][i] @ w), (x @ w, jnp.zeros(8))
     ),
     'rows that are written': lambda w, x: lax.fori_loop(
@@ -66,20 +66,18 @@ TAKEN = {
         lambda i, c: lax.dynamic_update_slice(c, lax.dynamic_slice_in_dim(c, 4 * i, 4) @ w, (4 * i, 0)),
         x,
     ),
-    'what takes nothing': lambda w, x: lax.fori_loop(
+    'without operands': lambda w, x: lax.fori_loop(
         0, N, lambda i, c: c + x[i] @ w * lax.iota('float32', 8), jnp.zeros(8)
     ),
-    'numbers of rows': lambda w, x: lax.fori_loop(
-        0, N, lambda i, c: c.at[i].set((x[i] @ w).sum()), jnp.zeros(N)
-    ),
+    'row indices': lambda w, x: lax.fori_loop(0, N, lambda i, c: c.at[i].set((x[i] @ w).sum()), jnp.zeros(N)),
 }
 # Each reads other rows, or several rows.
 OTHERS = {
-    'the last row first': lambda w, x: lax.map(lambda i: x[N - 1 - i] @ w, jnp.arange(N)),
-    'counted the other way': lambda w, x: lax.scan(
+    'reversed rows': lambda w, x: lax.map(lambda i: x[N - 1 - i] @ w, jnp.arange(N)),
+    'counted down': lambda w, x: lax.scan(
         lambda c, _: ((c[0] + 1, c[1] + x[c[0]] @ w), c[0]), (0, X[0]), None, length=N, reverse=True
     ),
-    'numbers downwards': lambda w, x: lax.scan(
+    'descending indices': lambda w, x: lax.scan(
         lambda c, i: (c.at[i].set(x[i] @ w), c[i]), x, jnp.arange(N - 1, -1, -1)
     ),
     'from both ends': lambda w, x: lax.fori_loop(
@@ -107,7 +105,7 @@ OTHERS = {
     'parts that overlap': lambda w, x: lax.map(
         lambda i: lax.dynamic_slice_in_dim(x, i, 2) @ w, jnp.arange(N // 2)
     ),
-    'numbers of the batch': lambda w, x: lax.map(lambda i: x[i], jnp.argsort(x[:, 0])),
+    'indices of the batch': lambda w, x: lax.map(lambda i: x[i], jnp.argsort(x[:, 0])),
 }
 
 
@@ -182,7 +180,7 @@ def test_each_device_runs_over_its_own_examples(name):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize('name', ['the last row first', 'numbers downwards'])
+@pytest.mark.parametrize('name', ['reversed rows', 'descending indices'])
 def test_examples_in_another_order_are_reported(name):
     fun = gradient(OTHERS[name])
     with jax.default_matmul_precision('highest'):

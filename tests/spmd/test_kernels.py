@@ -201,10 +201,10 @@ APART = {
     'vmapped': vmapped,
     'heads': of_heads,
     'scratch memory of parallel steps': parallel_scratch,
-    'numbers that choose other blocks': in_order,
+    'indices that select other blocks': in_order,
 }
 TOGETHER = {
-    'it asks for its step': functools.partial(sines, kernel=numbered),
+    'it reads its program_id': functools.partial(sines, kernel=numbered),
     'scratch memory': scratch,
     'an operand that steps change': lambda x: sums_in_place(x, jnp.zeros((1, 8, 32))),
     **{fun.__name__: fun for fun in (summed, neighbours, chosen, padded, without_a_grid)},

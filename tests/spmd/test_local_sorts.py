@@ -202,13 +202,13 @@ def jitted(w, x):
 
 FORMS = {
     'plain': experts,
-    'sorted with numbers': functools.partial(experts, sort=sorted_with),
+    'sorted with indices': functools.partial(experts, sort=sorted_with),
     'segments': functools.partial(experts, count_of=segments),
     'added': functools.partial(experts, count_of=added),
     'take': functools.partial(experts, back=gathered_by_take),
     'scattered': functools.partial(experts, back=scattered),
-    'put back': functools.partial(experts, back=put_back),
-    'by scattered numbers': functools.partial(experts, back=by_scattered_numbers),
+    'restored': functools.partial(experts, back=put_back),
+    'by scattered indices': functools.partial(experts, back=by_scattered_numbers),
     'repeated rows': functools.partial(experts, rows=repeated_rows),
     'bias': functools.partial(experts, layer=with_bias),
     'gated': functools.partial(experts, layer=gated),
@@ -259,7 +259,7 @@ def test_each_device_sorts_its_own_tokens(name):
 @pytest.mark.parametrize(
     'name',
     [
-        name if name in ('plain', 'put back', 'layers') else pytest.param(name, marks=pytest.mark.slow)
+        name if name in ('plain', 'restored', 'layers') else pytest.param(name, marks=pytest.mark.slow)
         for name in FORMS
     ],
 )
@@ -353,9 +353,9 @@ summed_back.defvjp(lambda x: (x * 2, None), lambda _, gradient: (jnp.cumsum(grad
 ORDER_MATTERS = {
     'the gradient of one': of_sorted(lambda w, rows, *more: plain(w, summed_back(rows), *more)),
     'a sum of those before': of_sorted(lambda w, rows, *more: plain(w, jnp.cumsum(rows, 0) / 9, *more)),
-    'the other way round': of_sorted(lambda w, rows, *more: plain(w, rows[::-1], *more)),
+    'reversed': of_sorted(lambda w, rows, *more: plain(w, rows[::-1], *more)),
     'a neighbour': of_sorted(lambda w, rows, *more: plain(w, jnp.roll(rows, 1, 0), *more)),
-    'a place': of_sorted(numbered),
+    'a position': of_sorted(numbered),
     'the first one': of_sorted(unequal),
     'written over': of_sorted(written_over),
     'padded': of_sorted(padded),
@@ -366,8 +366,8 @@ ORDER_MATTERS = {
         lambda w, rows, *more: plain(w, rows + jax.random.normal(jax.random.key(0), rows.shape), *more)
     ),
     'sorted still': functools.partial(experts, back=lambda out, order, count: out),
-    'back to other places': functools.partial(experts, back=lambda out, order, count: out[order]),
-    'back to places that are looked up': functools.partial(
+    'restored to other positions': functools.partial(experts, back=lambda out, order, count: out[order]),
+    'restored to looked-up positions': functools.partial(
         experts, back=lambda out, order, count: out[jnp.arange(order.size)[order]]
     ),
     'one further': functools.partial(
@@ -377,7 +377,7 @@ ORDER_MATTERS = {
         experts, back=lambda out, order, count: jnp.zeros_like(out).at[order // 4].set(out)
     ),
     'the order itself': lambda w, x: experts(w, x) + jnp.argsort(jnp.argmax(x, 1))[:, None] / TOKENS,
-    'rows that are said to be sorted': of_sorted(
+    'indices_are_sorted': of_sorted(
         lambda w, rows, sizes, keys: plain(
             w, rows + w['bias'].at[keys, :WIDTH].get(indices_are_sorted=True), sizes, keys
         )
@@ -395,7 +395,7 @@ ORDER_MATTERS = {
         lambda keys, x: keys - 2, lambda keys: jnp.zeros(EXPERTS, 'int32').at[keys].add(1)
     ),
     'keys of tokens': sorted_by(lambda keys, x: jnp.floor(x[:, 0]).astype('int32')),
-    'keys of places': sorted_by(lambda keys, x: (keys + jnp.arange(keys.size)) % EXPERTS),
+    'keys of positions': sorted_by(lambda keys, x: (keys + jnp.arange(keys.size)) % EXPERTS),
 }
 
 

@@ -109,7 +109,7 @@ def examples(step):
 
 NAMES = ["['down']", "['embed']", "['head']", "['up']"]
 LAYERS = {"['down']": 3, "['up']": 3}
-FUNCTIONS = {'added up': added_up, 'helper': by_helper, 'by number': by_number, 'mean': mean_loss}
+FUNCTIONS = {'added up': added_up, 'helper': by_helper, 'by index': by_number, 'mean': mean_loss}
 
 
 # With few microbatches, the shard of a device is part of one, so it is gathered; otherwise it is exchanged.

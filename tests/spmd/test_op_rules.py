@@ -121,7 +121,7 @@ CASES = {
     'strided': (lambda x: lax.slice(x, (0, 0), (8, 4), (1, 2)), (8, 4)),
     'pad': (lambda x: lax.pad(x, 0.0, ((0, 0, 0), (1, 2, 1))), (8, 4)),
     'pad with ones': (lambda x: lax.pad(x, 1.0, ((0, 0, 0), (1, 2, 0))), (8, 4)),
-    'pad of nothing': (lambda x: lax.pad(x, 0.0, ((0, 0, 0), (2, 0, 0))), (8, 0)),
+    'pad of an empty array': (lambda x: lax.pad(x, 0.0, ((0, 0, 0), (2, 0, 0))), (8, 0)),
     'pad of examples': (lambda x: lax.pad(x, 0.0, ((1, -1, 0), (0, 0, 0))), (8, 4)),
     'concatenate': (lambda x, y: lax.concatenate((x, y), 1), (8, 4), (8, 4)),
     'concatenate examples': (lambda x, y: lax.concatenate((x, y), 0), (8, 4), (8, 4)),
@@ -326,7 +326,7 @@ EXPECTED = [
     ('mul', (SUM, SUM), None),
     ('tanh', (SUM,), None),
     ('pad with ones', (SUM, REPLICATE), None),
-    ('pad of nothing', (X, REPLICATE), (X,)),
+    ('pad of an empty array', (X, REPLICATE), (X,)),
     ('pad of examples', (SUM, REPLICATE), (SUM,)),
     ('optimization_barrier', (X, SUM), (X, SUM)),
 ]

@@ -409,7 +409,7 @@ FAILURES = {
         lambda w, x: jax.new_ref(jnp.tanh(x @ w))[...],
         r'it changes an array in place \(jax.new_ref\)',
     ),
-    'numbers of a device': (
+    'indices of a device': (
         lambda w, x: x @ w + lax.rng_uniform(0.0, 1.0, (8,)),
         'it draws different random numbers on each device',
     ),

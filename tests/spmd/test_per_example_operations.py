@@ -81,12 +81,12 @@ def unused(w, x):
 
 LOOPS = {
     'a loop in a loop': mapped(lambda w, row: lax.fori_loop(0, 3, lambda _, r: jnp.tanh(r @ w), row)),
-    'one loop behind another': of_square(
+    'one loop after another': of_square(
         lambda w, x: lax.map(lambda row: row @ w, lax.map(lambda row: layers(w, row), x))
     ),
     'a loop that carries examples': of_square(carried_examples),
     'a loop that carries keys': of_square(carried_keys),
-    'a loop that nobody uses': of_square(unused),
+    'an unused loop': of_square(unused),
     'a branch': mapped(branched),
     'a root': mapped(lambda w, r: lax.cond(r[0] > 0, lambda r: jnp.sqrt(r[0]) * (r @ w), jnp.sin, r)),
     'a switch': mapped(
@@ -123,7 +123,7 @@ WEIGHTS = {
     'a scan over weights': of_layers(lambda w, x: lax.scan(lambda c, w: (c @ w, None), x, w)[0]),
     'a scan back': of_layers(lambda w, x: lax.scan(lambda c, w: (c @ w, None), x, w, reverse=True)[0]),
     'weights one by one': of_layers(lambda w, x: x @ w[0] @ w[1] @ w[2]),
-    'weights by number': of_layers(
+    'weights by index': of_layers(
         lambda w, x: lax.fori_loop(
             0, LAYERS, lambda i, c: c @ lax.dynamic_index_in_dim(w, i, keepdims=False), x
         )
@@ -178,7 +178,7 @@ BLOCKS = {
     'vmap': lambda w, x: jax.vmap(lambda row: feed_forward(w, row))(x),
     'examples and time': lambda w, x: feed_forward(w, x.reshape(-1, WIDTH)).reshape(x.shape),
     'merged and split': between(lambda y: jnp.tanh(y.reshape(-1, HIDDEN // 4, 4)).reshape(-1, HIDDEN)),
-    'no rounds': behind_no_rounds,
+    'no iterations': behind_no_rounds,
     'a stack of constants': constant_stack,
     'sums before': between(lambda y: jnp.cumsum(y, 1)),
     'parts': between(lambda y: jnp.concatenate([y[:, HIDDEN // 2 :], y[:, : HIDDEN // 2]], 1)),
@@ -193,11 +193,11 @@ GROUPS = {'loops': LOOPS, 'weights': WEIGHTS, 'blocks': BLOCKS}
 COUNTS = {
     **dict.fromkeys(LOOPS, (1, 1)),
     'a loop that carries examples': (2, 1),  # for its loops, and for their gradients
-    'a loop that nobody uses': (0, 0),
+    'an unused loop': (0, 0),
     'cast': (1, 1),
     'branch': (1, 1),
     **dict.fromkeys(
-        ('a scan over weights', 'a scan back', 'weights by number', 'a loop for each example'), (6, 3)
+        ('a scan over weights', 'a scan back', 'weights by index', 'a loop for each example'), (6, 3)
     ),
     'weights one by one': (5, 3),  # the backward pass starts with the last one
     'transposed, in another dtype': (6, 3),
@@ -208,7 +208,7 @@ COUNTS = {
     'remat': (6, 3),
     'vmap': (5, 3),
     'examples and time': (5, 3),
-    'no rounds': (3, 3),
+    'no iterations': (3, 3),
     **dict.fromkeys(
         ('merged and split', 'a stack of constants', 'sums before', 'parts', 'sorted', 'transformed'), (3, 2)
     ),

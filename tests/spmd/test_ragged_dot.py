@@ -70,7 +70,7 @@ MAPPED = {
     'sum': lambda w, x: lax.scan(
         lambda total, rows: (total + jnp.sum(sorted_by_expert(w, rows) ** 2), None), 0.0, x
     )[0],
-    'own weights': lambda w, x: lax.map(
+    'weights per example': lambda w, x: lax.map(
         lambda rows: lax.ragged_dot(rows, w['up'] * rows[0, 0], jnp.asarray([1, 0, 5])), x
     ),
 }

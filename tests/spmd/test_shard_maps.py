@@ -76,7 +76,7 @@ CASES = {
     'one axis, a loop': (FSDP, in_a_loop, (P(), P('fsdp')), P('fsdp'), None, False),
     'two axes': (HSDP, summed, (P(), P(BOTH)), P(BOTH), None, False),
     'one of two axes': (HSDP, summed, (P(), P('fsdp')), P('fsdp'), {'fsdp'}, True),
-    'the other of two axes': (
+    'the second of two axes': (
         *(HSDP, lambda w, x: local(w, x) + lax.pmean(x, 'replica'), (P(), P('replica'))),
         *(P('replica'), {'replica'}, False),
     ),
@@ -168,7 +168,7 @@ def wide(w, x):
     return lax.psum(jnp.tanh(jnp.sin(x @ w['a'])) @ w['b'], 'tp')
 
 
-@pytest.mark.parametrize('keeps', ['each layer', 'a rematerialized loop', 'what is used as well'])
+@pytest.mark.parametrize('keeps', ['each layer', 'a rematerialized loop', 'values with other uses'])
 def test_backward_passes_use_the_blocks_of_residuals(keeps):
     specs = {'a': P(None, 'tp'), 'b': P('tp')}
 
@@ -186,13 +186,13 @@ def test_backward_passes_use_the_blocks_of_residuals(keeps):
             return jnp.mean((x + mapped(w, x)) ** 2)
 
         value, gradients = jax.value_and_grad(loss)(w, x)
-        blocks = kept(w, x) if keeps == 'what is used as well' else ()
+        blocks = kept(w, x) if keeps == 'values with other uses' else ()
         return value, jax.tree.map(lambda a, b: a - b, w, gradients), blocks
 
     partitioned_step, values, expected = partitioned(step, TP)
     assert_equal(values, expected)
     assert any(row.what == 'examples' for row in partitioned_step.collective_rows) == (
-        keeps == 'what is used as well'
+        keeps == 'values with other uses'
     )
 
 

@@ -43,7 +43,7 @@ FORMS = {
         lambda w, x: lax.scan(lambda c, w: (c + back(w, c)[:, None], None), x, w)[0],
         STACK,
     ),
-    'one layer after the other': (
+    'layer by layer': (
         lambda w, x: back({name: weight[1] for name, weight in w.items()}, x),
         STACK,
     ),
@@ -51,7 +51,7 @@ FORMS = {
         lambda w, x: back({name: w[name].astype('int8') * w[name][:, :1] for name in w}, x),
         WEIGHTS,
     ),
-    'by a number': (
+    'by an index': (
         lambda w, x: back({name: lax.dynamic_index_in_dim(w[name], 1, keepdims=False) for name in w}, x),
         STACK,
     ),

@@ -50,7 +50,7 @@ CALLS = [
     pytest.param((X, Y), {}, id='positional'),
     pytest.param((X,), {'y': Y}, id='keyword'),
     pytest.param((), {'y': Y, 'x': X}, id='all keywords'),
-    pytest.param((X, Y, 2.0), {}, id='default given'),
+    pytest.param((X, Y, 2.0), {}, id='explicit default'),
     pytest.param((X, Y), {'scale': 2.0}, id='default by keyword'),
     pytest.param((X, Y, 2.0, Y, Y), {}, id='varargs'),
     pytest.param((X, Y), {'a': Y, 'b': 3.0}, id='varkwargs'),
@@ -417,7 +417,7 @@ def test_no_arguments_at_all():
 AOT_CALLS = {
     'defaults': (((X,), {}), ((X,), {}), 6 * X),
     'a static one by position': (((X, 2), {}), ((X,), {}), 12 * X),
-    'a value behind a static one': (((X, 2, 3.0), {}), ((X, 3.0), {}), 18 * X),
+    'a value after a static one': (((X, 2, 3.0), {}), ((X, 3.0), {}), 18 * X),
     'extra ones and a static keyword': (
         ((X, 1, 2.0, 4.0), {'k': 4.0, 's': 'b'}),
         ((X, 2.0, 4.0), {'k': 4.0}),

@@ -88,7 +88,7 @@ def planned(fun):
 QUESTIONS = {
     'call': lambda fun: fun(X),
     'lower': lambda fun: jax.jit(fun).lower(X).compile()(X),
-    'own lower': own_lower,
+    'user-defined lower': own_lower,
     'trace': lambda fun: jaxpr_as_fun(jax.jit(fun).trace(X).jaxpr)(X),
     'eval_shape': lambda fun: jax.eval_shape(fun, X),
     'make_jaxpr': by_jaxpr,

@@ -15,7 +15,7 @@ from scalax.sharding import PartitionSpec as P
 EXPLICIT = MeshShardingHelper([4, 2], ['x', 'y'], axis_types=AxisType.Explicit)
 MIXED = MeshShardingHelper([4, 2], ['x', 'y'], axis_types=(AxisType.Explicit, AxisType.Auto))
 MIXED_TOO = MeshShardingHelper([4, 2], ['x', 'y'], axis_types=(AxisType.Auto, AxisType.Explicit))
-MESHES = {'explicit': EXPLICIT, 'mixed': MIXED, 'mixed the other way': MIXED_TOO}
+MESHES = {'explicit': EXPLICIT, 'mixed': MIXED, 'mixed, reversed': MIXED_TOO}
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
 SPEC = P('x', 'y')
 
@@ -371,9 +371,9 @@ def test_structs_may_have_shardings(helper):
 AUTO_HELPER = MeshShardingHelper([4, 2], ['x', 'y'])
 TWO = (AxisType.Explicit, AxisType.Explicit)
 TYPED = {
-    'as asked': NamedSharding(jax.make_mesh((4, 2), ('x', 'y'), TWO), P('x')),
+    'as requested': NamedSharding(jax.make_mesh((4, 2), ('x', 'y'), TWO), P('x')),
     'otherwise': NamedSharding(jax.make_mesh((4, 2), ('x', 'y'), TWO), P('y')),
-    'of other axes': NamedSharding(jax.make_mesh((2, 4), ('a', 'b'), TWO), P('b')),
+    'along other axes': NamedSharding(jax.make_mesh((2, 4), ('a', 'b'), TWO), P('b')),
     'of two devices': NamedSharding(jax.make_mesh((2,), ('a',), TWO[:1]), P('a')),
 }
 ASKED = {
@@ -419,7 +419,7 @@ def test_arrays_of_an_explicit_mesh_without_rules_stay_on_their_devices(sharding
 @pytest.mark.parametrize('called_before', [False, True], ids=['first', 'known'])
 def test_values_of_another_explicit_mesh_inside_a_function(rules, called_before, snapshot):
     """JAX would ignore the shardings, because it cannot combine types of two meshes."""
-    x = jax.device_put(np.ones((8, 8), np.float32), TYPED['as asked'])
+    x = jax.device_put(np.ones((8, 8), np.float32), TYPED['as requested'])
     compiled = AUTO_HELPER.sjit(lambda x: x * 2, **rules)
     if called_before:
         assert compiled(x).sharding.spec[0] == 'x'

@@ -47,7 +47,7 @@ CALLS = {
 STATICS = {
     'none': {},
     'by name': {'static_argnames': 'power'},
-    'by number': {'static_argnums': 2},
+    'by position': {'static_argnums': 2},
     'from the end': {'static_argnums': -1},
 }
 RULE = TreePathShardingRule(('w$', P(None, 'model')), ('.*', P()))

@@ -28,7 +28,7 @@ TYPES = {
     'auto': (AUTO, AUTO),
     'explicit': (EXPLICIT, EXPLICIT),
     'mixed': (EXPLICIT, AUTO),
-    'mixed the other way': (AUTO, EXPLICIT),
+    'mixed, reversed': (AUTO, EXPLICIT),
 }
 HELPER = MeshShardingHelper([4, 2], ['data', 'model'])
 X = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -51,7 +51,7 @@ def in_thread(call):
 
 CONTEXTS = {
     'no context': lambda helper: contextlib.nullcontext(),
-    'its own set_mesh': lambda helper: jax.set_mesh(helper.mesh),
+    'set_mesh of its mesh': lambda helper: jax.set_mesh(helper.mesh),
     'a foreign set_mesh': lambda helper: jax.set_mesh(OTHER),
     'get_context': lambda helper: helper.get_context(),
 }

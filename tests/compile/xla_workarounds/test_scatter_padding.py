@@ -67,7 +67,7 @@ PROGRAMS = {
         rows[0, :-1], jnp.sort(places[0, :-1]), 16, indices_are_sorted=True
     ),
     'unique': lambda rows, places: ZEROS.at[jnp.argsort(places[0])[1:]].add(rows[0, 1:], unique_indices=True),
-    'of each row': of_each_row,
+    'per row': of_each_row,
     'in a loop': in_a_loop,
     'in a checkpoint': in_a_checkpoint,
     'next tokens': next_tokens,
@@ -141,7 +141,7 @@ FIFTEEN = {
     'sliced': lambda rows, more: more[1:],
     'sliced at an index': lambda rows, more: lax.dynamic_slice(more, (1, 0), (15, 6)),
     'split': lambda rows, more: lax.split(more, (1, 15))[1],
-    'put into more': lambda rows, more: (lax.dynamic_update_slice(more, rows, (1, 0)), rows)[1],
+    'written into more rows': lambda rows, more: (lax.dynamic_update_slice(more, rows, (1, 0)), rows)[1],
     'joined with more': lambda rows, more: lax.concatenate([rows[:9], rows[9:]], 0),
     'padded': lambda rows, more: (lax.pad(rows, jnp.float32(0), ((0, 1, 0), (0, 0, 0))), rows)[1],
     'windows': lambda rows, more: lax.reduce_window(more, 0.0, lax.add, (2, 1), (1, 1), 'valid'),

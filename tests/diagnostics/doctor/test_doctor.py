@@ -159,7 +159,7 @@ def no_driver():
 @pytest.mark.parametrize(
     ('memory_stats', 'expected'),
     [(lambda: {'bytes_limit': 5}, 5), (dict, None), (lambda: None, None), (no_driver, None)],
-    ids=['known', 'not said', 'nothing said', 'an error'],
+    ids=['known', 'not stated', 'no message', 'an error'],
 )
 def test_memory_of_a_device(memory_stats, expected):
     assert device_process.memory(SimpleNamespace(memory_stats=memory_stats)) == expected

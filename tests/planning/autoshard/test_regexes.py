@@ -176,7 +176,7 @@ def test_layer_indices_are_named_if_layers_differ() -> None:
                 for leaf in ('kernel', 'bias')
             },
             [('(^|/)kernel/value$', COLUMN), ('.*', P())],
-            id='the last key says nothing',
+            id='an uninformative last key',
         ),
         pytest.param(
             {
@@ -227,17 +227,17 @@ def test_layer_indices_are_named_if_layers_differ() -> None:
             {'w': ((8,), ROW), 'a/w': ((8,), COLUMN), 'b/a/w': ((8,), VECTOR)}
             | {'a/b': ((8,), P()), 'b/a/b': ((8,), P())},
             [('^w$', ROW), ('^a/w$', COLUMN), ('(^|/)w$', VECTOR), ('.*', P())],
-            id='paths that are ends of others',
+            id='paths that are suffixes of others',
         ),
         pytest.param(
             {f'{at}/tables/{i}': ((8,), ROW) for at in 'xy' for i in range(3)} | {'0/b': ((8,), P())},
             [(r'(^|/)tables/\d+$', ROW), ('.*', P())],
-            id='a number says nothing',
+            id='an uninformative number',
         ),
         pytest.param(
             {'a b.c': ((8,), ROW), 'a bxc': ((8,), P())},
             [(r'(^|/)a b\.c$', ROW), ('.*', P())],
-            id='what means something in a regex',
+            id='special characters of regexes',
         ),
         pytest.param(
             {'a': ((8,), COLUMN), 'a\n': ((8,), ROW), 'b': ((8,), P())},
@@ -249,7 +249,7 @@ def test_layer_indices_are_named_if_layers_differ() -> None:
             | {f'1/{at}/layer/{name}': ((8,), ROW) for at in ('mu', 'nu') for name in ('gate', 'up')}
             | {f'1/{at}/layer/{name}': ((8,), COLUMN) for at in ('mu', 'nu') for name in ('down', 'out')},
             [('^0/', P()), ('(^|/)(gate|up)$', ROW), ('(^|/)(down|out)$', COLUMN), ('.*', P())],
-            id='others are replicated as some are',
+            id='other leaves are replicated too',
         ),
         pytest.param({}, [('.*', P())], id='no leaves'),
         pytest.param({'a': ((1, 1), VECTOR), 'b': ((), P())}, [('.*', P())], id='one element each'),
