@@ -82,11 +82,11 @@ def test_a_single_process_is_never_too_late() -> None:
 
 
 @pytest.mark.parametrize(
-    'asked', [{'cluster_detection_method': 'mpi4py'}, {'local_device_ids': [0]}, {'process_id': 0}], ids=str
+    'options', [{'cluster_detection_method': 'mpi4py'}, {'local_device_ids': [0]}, {'process_id': 0}], ids=str
 )
-def test_late_initialization_is_an_error(asked: dict[str, Any]) -> None:
+def test_late_initialization_is_an_error(options: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match='must be called before'):
-        distributed.initialize(**asked)
+        distributed.initialize(**options)
     distributed.initialize(cluster_detection_method='deactivate')  # requests nothing
 
 

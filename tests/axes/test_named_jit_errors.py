@@ -154,15 +154,15 @@ def test_shapes_are_for_lower(snapshot):
     assert jax.eval_shape(compiled, {'w': struct}, struct).shape == (8,)
 
 
-@pytest.mark.parametrize('asked', [(0,), 0, 1, 'x', {'x': True}], ids=str)
-def test_donations_are_booleans_or_functions(asked):
+@pytest.mark.parametrize('value', [(0,), 0, 1, 'x', {'x': True}], ids=str)
+def test_donations_are_booleans_or_functions(value):
     message = (
-        f'donate_args of <lambda> is True, or a prefix of the args with booleans or functions; got {asked!r}.'
+        f'donate_args of <lambda> is True, or a prefix of the args with booleans or functions; got {value!r}.'
     )
     with pytest.raises(
         ArgumentError, match=f'^{re.escape(message)} (Positions and names are for jax.jit.$|JAX)'
     ):
-        named_jit(lambda x: x, donate_args=asked)(np.ones(2))
+        named_jit(lambda x: x, donate_args=value)(np.ones(2))
 
 
 def test_donations_of_another_form():

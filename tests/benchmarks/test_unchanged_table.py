@@ -94,8 +94,8 @@ def test_an_unknown_topology(monkeypatch):
 
 @pytest.mark.skipif(gpu_compiler.HERE, reason='the compiler for GPUs is installed')
 def test_without_the_gpu_compiler(monkeypatch):
-    told = ended(monkeypatch, '--only', 'unchanged', '--topology', 'h100:8x8')
-    assert 'pip install "jax[cuda12-local]"' in told.splitlines()[0]
+    output = ended(monkeypatch, '--only', 'unchanged', '--topology', 'h100:8x8')
+    assert 'pip install "jax[cuda12-local]"' in output.splitlines()[0]
 
 
 @pytest.mark.slow

@@ -499,8 +499,8 @@ def test_interchange_with_orbax(tmp_path: Path, helper: MeshShardingHelper) -> N
     by_orbax = ocp.StandardCheckpointer().restore(tmp_path / 'ours' / '1' / 'state')
     assert_equal(by_orbax['params/w'], state['params']['w'])
     with ocp.CheckpointManager(tmp_path / 'ours') as manager:
-        asked = ocp.args.Composite(state=ocp.args.StandardRestore())
-        assert_equal(manager.restore(1, args=asked)['state']['params/w'], state['params']['w'])
+        args = ocp.args.Composite(state=ocp.args.StandardRestore())
+        assert_equal(manager.restore(1, args=args)['state']['params/w'], state['params']['w'])
     with ocp.CheckpointManager(tmp_path / 'theirs') as manager:
         manager.save(4, args=ocp.args.StandardSave(state))
     ours = Checkpointer(tmp_path / 'theirs')

@@ -94,8 +94,8 @@ def test_orbax_does_not_sync_folders(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_orbax_ignores_the_requested_key_implementation(tmp_path: Path) -> None:
     root = saved(tmp_path / 'tree', {'key': jax.random.key(0)})
-    asked = {'key': jax.eval_shape(lambda: jax.random.key(0, impl='rbg'))}
-    assert ocp.StandardCheckpointer().restore(root, asked)['key'].dtype == jax.random.key(0).dtype
+    structs = {'key': jax.eval_shape(lambda: jax.random.key(0, impl='rbg'))}
+    assert ocp.StandardCheckpointer().restore(root, structs)['key'].dtype == jax.random.key(0).dtype
 
 
 def test_orbax_saves_only_one_of_two_leaves_with_the_same_name(tmp_path: Path) -> None:

@@ -102,9 +102,9 @@ USES_DEVICES = 'import jax\nKEY = jax.random.key(0)\n'
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('asked', [('plan', 'make_step'), ('explain', 'make_state')])
-def test_a_file_that_uses_devices_gets_the_devices_of_the_command(job, monkeypatch, asked):
-    command, function = asked
+@pytest.mark.parametrize('arguments', [('plan', 'make_step'), ('explain', 'make_state')])
+def test_a_file_that_uses_devices_gets_the_devices_of_the_command(job, monkeypatch, arguments):
+    command, function = arguments
     job.write_text(USES_DEVICES + JOB)
     monkeypatch.delenv('JAX_PLATFORMS')
     monkeypatch.setenv('ALLOW_MULTIPLE_LIBTPU_LOAD', '1')  # otherwise it may wait silently
@@ -391,19 +391,19 @@ def test_exit_codes_are_in_the_help_and_in_the_docs(capsys):
 @pytest.mark.parametrize('process', [0, 1])
 @pytest.mark.parametrize('findings', [(), (Finding('it is too late', 'sleep'),)], ids=['none', 'one'])
 def test_doctor(capsys, monkeypatch, process, findings):
-    asked = []
+    calls = []
 
     def diagnose(*arguments):
-        asked.append(arguments)
+        calls.append(arguments)
         return Diagnosis({'versions': 'Python'}, findings, process)
 
     monkeypatch.setattr(_commands, 'diagnose', diagnose)
     done = here(capsys, 'doctor', '--timeout', 7)
-    assert done.returncode == (4 if findings else 0) and asked == [(7,)]
+    assert done.returncode == (4 if findings else 0) and calls == [(7,)]
     silent = process and not findings
     assert done.stdout == ('' if silent else f'{Diagnosis({"versions": "Python"}, findings)}\n')
     done = here(capsys, 'doctor', '--json')
-    assert asked[1:] == [(120,)]
+    assert calls[1:] == [(120,)]
     assert silent or json.loads(done.stdout)['findings'] == [finding._asdict() for finding in findings]
 
 

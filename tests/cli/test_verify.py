@@ -100,7 +100,7 @@ def test_results_that_could_not_be_compared_are_not_equal(job, capsys):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ('asked', 'mesh'),
+    ('command', 'mesh'),
     [
         (('make_step', '--config', 'LARGE', '--mesh', 'fsdp=64,tp=8'), {'fsdp': 4, 'tp': 2}),
         (('make_step', '--config', 'LARGE', '--mesh', 'fsdp=4,tp=2'), {'fsdp': 4, 'tp': 2}),
@@ -112,8 +112,8 @@ def test_results_that_could_not_be_compared_are_not_equal(job, capsys):
     ],
     ids=['a mesh that is not here', 'arguments that are large', 'a topology'],
 )
-def test_a_large_step_is_downscaled(job, capsys, asked, mesh):
-    function, *options = asked
+def test_a_large_step_is_downscaled(job, capsys, command, mesh):
+    function, *options = command
     code, out, _ = here(capsys, f'{job}:{function}', *options, '--seeds', 1, '--json')
     report = json.loads(out)
     assert (code, report['ok'], report['mesh']) == (0, True, mesh)
@@ -132,7 +132,7 @@ def test_a_small_step_is_not_downscaled(job, capsys):
 
 
 @pytest.mark.parametrize(
-    ('asked', 'message'),
+    ('command', 'message'),
     [
         (
             ('make_any',),
@@ -154,8 +154,8 @@ def test_a_small_step_is_not_downscaled(job, capsys):
         ),
     ],
 )
-def test_invalid_arguments(job, capsys, monkeypatch, asked, message):
-    function, *options = asked
+def test_invalid_arguments(job, capsys, monkeypatch, command, message):
+    function, *options = command
     if '--devices' in options:  # the tests' devices exist already
         monkeypatch.setattr(jax.config, 'update', lambda name, value: None)
         monkeypatch.setattr(jax, 'local_devices', lambda *args: jax.devices()[:2])

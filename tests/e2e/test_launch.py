@@ -290,10 +290,10 @@ def test_scripts_are_valid(name: str) -> None:
 
 @pytest.mark.parametrize('name', ['slurm.sbatch', 'srun'])
 def test_slurm_starts_a_task_for_each_gpu_which_sees_all(name: str) -> None:
-    asked = dict(re.findall(r'^#SBATCH --([\w-]+)=(\S+)', script_of(name), re.MULTILINE))
-    assert int(asked['ntasks-per-node']) == int(asked['gpus-per-node']) > 1  # JAX gives each task one
-    assert not {'gpus-per-task', 'gpu-bind'} & set(asked)
-    assert asked['signal'].startswith('TERM@')  # to the tasks, which save: B: would be to the script alone
+    options = dict(re.findall(r'^#SBATCH --([\w-]+)=(\S+)', script_of(name), re.MULTILINE))
+    assert int(options['ntasks-per-node']) == int(options['gpus-per-node']) > 1  # JAX gives each task one
+    assert not {'gpus-per-task', 'gpu-bind'} & set(options)
+    assert options['signal'].startswith('TERM@')  # to the tasks, which save: B: would be to the script alone
 
 
 def fake(folder: Path, name: str, code: str) -> None:
@@ -313,8 +313,8 @@ def run_script(script: str, folder: Path) -> tuple[subprocess.CompletedProcess[s
     env |= {'SLURM_SUBMIT_DIR': str(ROOT), 'SLURM_NTASKS_PER_NODE': '8', 'HOME': str(folder)}
     env.pop('SCALAX_RUN_TOKEN', None)
     done = subprocess.run(['bash', path], env=env, capture_output=True, text=True, timeout=500)
-    asked = ('squeue', 'sinfo', 'sleep')
-    return done, [line for line in log.read_text().splitlines() if not line.startswith(asked)]
+    queries = ('squeue', 'sinfo', 'sleep')
+    return done, [line for line in log.read_text().splitlines() if not line.startswith(queries)]
 
 
 def test_slurm_goes_on_on_the_nodes_that_it_still_has(tmp_path: Path) -> None:
@@ -500,8 +500,8 @@ def test_pods_that_are_there_start_without_the_others(
     with started(*[command] * len(first), env=env) as running:
         assert running.wait() == (0,) * len(first), running.output()
         for process, index in enumerate(first):
-            told = f'{process} {len(first)} host-{first[0]}:1'
-            assert running.output(process) == f'pod {index} is process {process} of {len(first)}\n{told}\n'
+            message = f'{process} {len(first)} host-{first[0]}:1'
+            assert running.output(process) == f'pod {index} is process {process} of {len(first)}\n{message}\n'
     for index in late:
         with started(command, env=[{'JOB_COMPLETION_INDEX': str(index)}]) as run:
             assert run.wait() == (PREEMPTED,)

@@ -94,8 +94,8 @@ def train(trainer: Trainer, state: TrainState) -> tuple[TrainState, list[float]]
 
 def assert_placed(trainer: Trainer, state: TrainState) -> None:
     """Asserts that every leaf of the state has the sharding of the strategy's rule."""
-    asked = trainer.helper.match_sharding_rule(trainer.strategy.state, state)
-    for (path, leaf), sharding in zip(path_to_leaf(state).items(), jax.tree.leaves(asked), strict=True):
+    shardings = trainer.helper.match_sharding_rule(trainer.strategy.state, state)
+    for (path, leaf), sharding in zip(path_to_leaf(state).items(), jax.tree.leaves(shardings), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (path, leaf.sharding, sharding)
 
 
@@ -222,8 +222,8 @@ def test_state_is_created_with_the_hand_written_shardings(name: str) -> None:
     leaves = path_to_leaf(trainer.init(jax.random.key(SEED)))
     for path, (spec, part) in EXPECTED[name].items():
         leaf = leaves[path]
-        asked = NamedSharding(trainer.helper.mesh, spec)
-        assert leaf.sharding.is_equivalent_to(asked, leaf.ndim), (path, leaf.sharding)
+        expected = NamedSharding(trainer.helper.mesh, spec)
+        assert leaf.sharding.is_equivalent_to(expected, leaf.ndim), (path, leaf.sharding)
         assert {shard.data.shape for shard in leaf.addressable_shards} == {part}, path
 
 

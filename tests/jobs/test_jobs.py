@@ -133,14 +133,14 @@ def test_leaf_paths_of_the_result(tree: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ('often', 'asked'),
+    ('often', 'requests'),
     [
         (LONG, ['join', 'parts', 'parts', 'done']),
         (-1, ['join', 'parts', 'alive', 'parts', 'alive', 'done']),
     ],
     ids=['soon', 'late'],
 )
-def test_keepalives(often: int, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keepalives(often: int, requests: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     questions = []
 
     def checked(question: Any) -> Any:
@@ -150,7 +150,7 @@ def test_keepalives(often: int, asked: list[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(_sender, 'validated', checked)
     monkeypatch.setattr(_receive, '_KEEPALIVE', often)
     sent_to_itself({'a': np.ones(8), 'b': np.zeros(8)})
-    assert questions == asked
+    assert questions == requests
 
 
 def test_processes_that_send_different_trees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,11 +56,11 @@ def assert_served(sender: Sender, **options: Any) -> None:
 
 def rest_of(connection: socket.socket) -> bytes:
     """Reads until the other side closes the connection."""
-    told = b''
+    received = b''
     with contextlib.suppress(ConnectionError):
         while data := connection.recv(4096):
-            told += data
-    return told
+            received += data
+    return received
 
 
 class Recorder:
@@ -267,8 +267,8 @@ def test_a_thousand_connections(sender: Sender, caplog: pytest.LogCaptureFixture
             threading.active_count() - before <= 2 * listener.MAX_UNAUTHENTICATED
         )  # some of them are ending
         assert_served(sender)
-        told = [len(rest_of(stranger)) for stranger in strangers]
-    assert set(told) <= {0, GREETING} and told.count(GREETING) >= listener.MAX_UNAUTHENTICATED
+        received = [len(rest_of(stranger)) for stranger in strangers]
+    assert set(received) <= {0, GREETING} and received.count(GREETING) >= listener.MAX_UNAUTHENTICATED
     assert len([record for record in caplog.records if record.name == 'scalax.channel']) == 1
 
 
@@ -347,16 +347,16 @@ def in_place_of_the_sender(serve: Callable[[socket.socket], object]) -> Iterator
     ids=['ssh', 'a long line', 'no proof', 'silence'],
 )
 def test_stranger_at_the_address_of_the_sender(greeting: bytes, text: str) -> None:
-    helper, told = MeshShardingHelper([8], ['fsdp']), []
+    helper, received = MeshShardingHelper([8], ['fsdp']), []
 
     def serve(connection: socket.socket) -> None:
         connection.sendall(greeting)
-        told.append(rest_of(connection))
+        received.append(rest_of(connection))
 
     with in_place_of_the_sender(serve) as address, pytest.raises(TransferError) as error:
         receive(helper, address, PartitionSpec(), secret=SECRET, timeout=LONG if greeting else SOON)
     assert str(error.value) == f'receive: process 0 of the sender at {address} {text}'
-    assert b'join' not in told[0] and SECRET.encode() not in told[0]
+    assert b'join' not in received[0] and SECRET.encode() not in received[0]
 
 
 def test_sender_with_too_many_connections() -> None:

@@ -70,17 +70,17 @@ def test_a_compiler_sees_the_settings_of_its_caller():
 @pytest.mark.parametrize('platform', ['gpu', 'cpu'])
 def test_a_gpu_compiler_without_kernel_models_is_retried_without_them(platform):
     """It compiles again, and the second error is raised."""
-    asked = []
+    attempts = []
 
     class HasNoModels:
         def compile(self, compiler_options):
-            asked.append(COST_MODEL_OPTION in compiler_options)
-            raise jax.errors.JaxRuntimeError(f'asked {len(asked)} times')
+            attempts.append(COST_MODEL_OPTION in compiler_options)
+            raise jax.errors.JaxRuntimeError(f'asked {len(attempts)} times')
 
     times = 2 if platform == 'gpu' else 1
     with pytest.raises(jax.errors.JaxRuntimeError, match=f'asked {times} times'):
         compile_lowered(HasNoModels(), platform)
-    assert asked == [True, False][-times:]
+    assert attempts == [True, False][-times:]
 
 
 def test_a_function_that_makes_a_step():

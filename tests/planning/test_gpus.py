@@ -297,7 +297,7 @@ backend_config={config}
 
 
 @pytest.mark.parametrize(
-    ('asked', 'pairs'),
+    ('options', 'pairs'),
     [
         ({}, np.ones((6, 8))),
         ({'name': 'ScaleBiasSoftmax'}, np.ones((6, 8))),
@@ -307,21 +307,21 @@ backend_config={config}
         ({'mask': 'CAUSAL', 'window': 1}, np.eye(6, 8)),
     ],
 )
-def test_attention_of_cudnn(asked, pairs):
+def test_attention_of_cudnn(options, pairs):
     """Two matmuls forward (scores, values), five backward (the scores and four gradients)."""
-    forward = device_cost_of(parse(attention(**asked)))
+    forward = device_cost_of(parse(attention(**options)))
     backward = device_cost_of(
-        parse(attention(**{**asked, 'name': f'{asked.get("name", "Softmax")}Backward'}))
+        parse(attention(**{**options, 'name': f'{options.get("name", "Softmax")}Backward'}))
     )
     pair_flops = 2 * 2 * 3 * int(pairs.sum())
     assert (forward.flops, backward.flops) == (pair_flops * (16 + 32), pair_flops * (3 * 16 + 2 * 32))
     assert {(work.exactness, work.kernels) for work in (forward, backward)} == {(Exactness.EXACT, 0)}
 
 
-@pytest.mark.parametrize('asked', [{'mask': 'PADDING'}, {'mask': 'PADDING_CAUSAL'}, {'packed': 2}])
-def test_attention_with_dynamic_lengths_counts_at_most_full_rows(asked):
-    work = device_cost_of(parse(attention(**asked)))
-    pairs = np.tri(6, 8) if 'CAUSAL' in asked.get('mask', '') else np.ones((6, 8))
+@pytest.mark.parametrize('options', [{'mask': 'PADDING'}, {'mask': 'PADDING_CAUSAL'}, {'packed': 2}])
+def test_attention_with_dynamic_lengths_counts_at_most_full_rows(options):
+    work = device_cost_of(parse(attention(**options)))
+    pairs = np.tri(6, 8) if 'CAUSAL' in options.get('mask', '') else np.ones((6, 8))
     assert (work.flops, work.exactness) == (2 * 2 * 3 * int(pairs.sum()) * (16 + 32), Exactness.AT_MOST)
 
 

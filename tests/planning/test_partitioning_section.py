@@ -203,9 +203,9 @@ def test_an_operation_that_is_not_handled_is_named_with_its_line():
     with pytest.warns(PartitioningWarning, match='writing is not partitioned along its batch'):
         plan = HELPER.plan(fun, WEIGHTS, X)
     line = writing.__code__.co_firstlineno + 1
-    [told] = text_of_batch(plan)
-    assert told == f'not partitioned along its batch: {plan.propagation.reason}'
-    assert told.endswith(f'(test_partitioning_section.py:{line} writing)')
+    [sentence] = text_of_batch(plan)
+    assert sentence == f'not partitioned along its batch: {plan.propagation.reason}'
+    assert sentence.endswith(f'(test_partitioning_section.py:{line} writing)')
 
 
 @pytest.mark.medium

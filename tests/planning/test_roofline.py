@@ -379,11 +379,11 @@ def test_model_flops():
     assert plan.model_flops == plan.flops  # no gradient, and nothing recomputed
     unknown = dataclasses.replace(plan, model_flops=None)
     assert unknown.roofline(RINGS, torus={'X': 8}).mfu is None
-    told = plan.with_model_flops(1e9)
-    assert told.model_flops == 10**9
-    roofline = told.roofline(RINGS, torus={'X': 8})
+    overridden = plan.with_model_flops(1e9)
+    assert overridden.model_flops == 10**9
+    roofline = overridden.roofline(RINGS, torus={'X': 8})
     assert roofline.mfu == pytest.approx(1e9 / (8 * 4.59e14 * roofline.step_seconds.overlapped))
-    assert told.to_dict()['model_flops'] == 10**9
+    assert overridden.to_dict()['model_flops'] == 10**9
     for wrong in (-1, '1e9', float('nan')):
         with pytest.raises(PlanError) as error:
             plan.with_model_flops(wrong)

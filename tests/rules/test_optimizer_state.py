@@ -143,8 +143,8 @@ def test_moments_are_sharded_like_their_parameters(name):
     params = HELPER.shard(PARAMS, BY_PATH)
     state = HELPER.sjit(optimizer.init, out_shardings=rule)(params)
     assert assert_mirrors(state, params, everywhere) >= 3
-    asked = HELPER.match_sharding_rule(rule, state)
-    assert jax.tree.map(lambda x: x.sharding, state) == asked
+    shardings = HELPER.match_sharding_rule(rule, state)
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings
     for path, leaf in path_to_leaf(state).items():
         assert leaf.size > 1 or leaf.sharding.is_fully_replicated, path
 
@@ -158,7 +158,7 @@ def test_moments_are_sharded_like_their_parameters(name):
     state, params = sharded(state, params)
     plain = jax.jit(step)(jax.jit(optimizer.init)(PARAMS), PARAMS)
     assert assert_mirrors(state, params, everywhere) >= 3
-    assert jax.tree.map(lambda x: x.sharding, state) == asked
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), (state, params), plain)
 
 
@@ -227,9 +227,9 @@ def test_factors_agree_with_a_reduction_in_xla(shape):
     factors = {'v_row': {'w': jnp.mean(w, axis=largest)}, 'v_col': {'w': jnp.mean(w, axis=second)}}
     optimizer = optax.scale_by_factored_rms()
     state = jax.eval_shape(optimizer.init, {'w': struct(*shape)})
-    asked = mesh.match_sharding_rule(rule, {'v_row': state.v_row, 'v_col': state.v_col})
+    shardings = mesh.match_sharding_rule(rule, {'v_row': state.v_row, 'v_col': state.v_col})
     for name, tree in factors.items():
-        assert canonical(asked[name]['w'].spec) == canonical(jax.typeof(tree['w']).sharding.spec)
+        assert canonical(shardings[name]['w'].spec) == canonical(jax.typeof(tree['w']).sharding.spec)
 
 
 class TrainState(NamedTuple):

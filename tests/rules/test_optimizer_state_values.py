@@ -191,16 +191,16 @@ def test_moments_have_the_specs_of_every_kind_of_rule(param_rule):
 
 
 def test_the_rule_is_called_once_for_all_parameters():
-    asked = []
+    trees = []
 
     class Counting(ShardingRule):
         def apply(self, pytree):
-            asked.append(pytree)
+            trees.append(pytree)
             return jax.tree.map(lambda _: P(), pytree)
 
     rule = OptimizerStateShardingRule(Counting(), PARAMS)
     rule.apply(jax.eval_shape(optax.adamw(1e-3).init, PARAMS))
-    assert asked == [jax.tree.map(lambda x: struct(*np.shape(x)), PARAMS)]
+    assert trees == [jax.tree.map(lambda x: struct(*np.shape(x)), PARAMS)]
 
 
 def test_copies_cannot_use_axes_of_outer_rules():

@@ -144,8 +144,8 @@ class Table(ShardingRule):
 
     def apply(self, pytree):
         def spec(leaf):
-            asked = self.table[np.ndim(leaf)]
-            return asked if divides(np.shape(leaf), asked, self.sizes) else P()
+            spec = self.table[np.ndim(leaf)]
+            return spec if divides(np.shape(leaf), spec, self.sizes) else P()
 
         return jax.tree.map(spec, pytree)
 
@@ -164,8 +164,8 @@ def test_policies_and_tree_paths(helper, tree, data):
     nested = TreePathShardingRule(('w', by_rank), ('b|0', P()), strict=False)
     by_path = []
     for path, shape, part in zip(named.paths, named.shapes, parts, strict=True):
-        asked = 'w' in path and math.prod(shape) != 1
-        by_path.append(part if asked else shape)
+        is_matched = 'w' in path and math.prod(shape) != 1
+        by_path.append(part if is_matched else shape)
     assert_parts(helper, tree, nested, by_path)
 
 

@@ -34,5 +34,5 @@ def test_primitives_that_reuse_names_of_jax_gather_all_examples():
 
     step, run = partitioned(fun, W, X)
     assert_equal(run(), [jnp.tanh(X)] * len(TABLED))
-    told = {row.primitive for row in step.collective_rows if row.what == 'examples'}
-    assert told == {*TABLED} - {'add_any'}  # which is reported as add
+    reported = {row.primitive for row in step.collective_rows if row.what == 'examples'}
+    assert reported == {*TABLED} - {'add_any'}  # which is reported as add

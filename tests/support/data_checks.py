@@ -352,8 +352,8 @@ def check_disagreement() -> None:
         'What to do: pad the batch or drop its last examples, or shard it over fewer axes with '
         'mesh_axis_subset.'
     )
-    told = f'  process {odd}: DataError: {local_text}'.replace('\n', '\n    ')
-    with raises(local_text if last() else f'{head}\n{told}\n{ADVICE}'):
+    message = f'  process {odd}: DataError: {local_text}'.replace('\n', '\n    ')
+    with raises(local_text if last() else f'{head}\n{message}\n{ADVICE}'):
         helper.local_data_to_global_array({'x': 'text' if last() else np.zeros(n)})
     # After all this they still agree.
     assert_same(helper.local_data_to_global_array(7), 7)
@@ -706,8 +706,8 @@ def check_loader_that_fails() -> None:
             f"mesh (data={jax.device_count()}), batch on axis 0 over all mesh axes, local_batch='equal_share'"
         )
         line = f'process {count() - 1}: {type(error).__name__}: the file is gone'
-        told = f'prefetch: the processes disagree ({call}):\n  {line}\n{ADVICE}'
-        with raises('the file is gone' if last() else told, type(error) if last() else DataError):
+        message = f'prefetch: the processes disagree ({call}):\n  {line}\n{ADVICE}'
+        with raises('the file is gone' if last() else message, type(error) if last() else DataError):
             next(batches)
         assert next(batches, None) is None
 

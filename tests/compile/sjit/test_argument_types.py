@@ -107,8 +107,8 @@ def test_types_take_the_shardings_of_arrays(name, rules, by_name):
     lowered, expected = function.lower(*types, **typed_keywords), function.lower(*arrays, **keywords)
     assert lowered.in_avals == expected.in_avals
     assert lowered.as_text() == expected.as_text()
-    asked = function.shardings_for(*types, **typed_keywords)
-    assert asked == function.shardings_for(*arrays, **keywords)
+    shardings = function.shardings_for(*types, **typed_keywords)
+    assert shardings == function.shardings_for(*arrays, **keywords)
 
 
 @pytest.mark.medium

@@ -95,10 +95,10 @@ def test_outputs_get_the_sharding_of_a_donated_argument(helper):
 
 
 def test_rules_for_outputs_are_called_once(helper):
-    traces, asked = [], []
+    traces, paths = [], []
 
     def policy(path, leaf):
-        asked.append(path)
+        paths.append(path)
         return SPEC
 
     @helper.sjit(out_shardings=PolicyShardingRule(policy))
@@ -110,7 +110,7 @@ def test_rules_for_outputs_are_called_once(helper):
         out = double(x)
         assert is_sharded_as(out['w'], helper, SPEC)
         np.testing.assert_array_equal(out['w'], 2 * X)
-    assert (len(traces), asked) == (1, ['w'])
+    assert (len(traces), paths) == (1, ['w'])
 
 
 @pytest.mark.slow
@@ -164,7 +164,7 @@ def test_nodes_that_reject_types_are_traced_with_arrays(helper, make):
 
 
 @pytest.mark.parametrize(
-    ('start', 'asked', 'expected'),
+    ('start', 'spec', 'expected'),
     [
         (P('x'), P(P.UNCONSTRAINED, 'y'), P('x', 'y')),
         (P('x', 'y'), P(P.UNCONSTRAINED), P('x')),
@@ -172,8 +172,8 @@ def test_nodes_that_reject_types_are_traced_with_arrays(helper, make):
     ],
     ids=str,
 )
-def test_open_dimensions_of_an_argument_keep_their_axes(start, asked, expected):
-    out = EXPLICIT.sjit(lambda x: x + 0, args_sharding_constraint=asked)(EXPLICIT.shard(X, start))
+def test_open_dimensions_of_an_argument_keep_their_axes(start, spec, expected):
+    out = EXPLICIT.sjit(lambda x: x + 0, args_sharding_constraint=spec)(EXPLICIT.shard(X, start))
     assert is_sharded_as(out, EXPLICIT, expected)
 
 

@@ -258,7 +258,7 @@ def test_a_committed_argument_with_another_sharding_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ('asked', 'subset'),
+    ('spec', 'subset'),
     [
         (P('data'), "'data'"),
         (P(('model', 'data')), "('model', 'data')"),
@@ -267,8 +267,8 @@ def test_a_committed_argument_with_another_sharding_is_an_error():
         (P(), None),
     ],
 )
-def test_errors_about_batches_of_prefetch_name_its_option(asked, subset):
-    step = HELPER.sjit(lambda batch: batch['x'], in_shardings=asked)
+def test_errors_about_batches_of_prefetch_name_its_option(spec, subset):
+    step = HELPER.sjit(lambda batch: batch['x'], in_shardings=spec)
     with HELPER.prefetch([{'x': X, 'y': X}]) as batches, pytest.raises(PlacementError) as error:
         step(next(batches))
     advice = (

@@ -148,9 +148,9 @@ def test_response_of_process_0_has_only_its_own_state() -> None:
     """Even before its first sample: a state that is sent only once would look like a silent process."""
     with process_0(count=4096) as (zero, other):
         zero._received = {i: at(i) for i in range(4096)}
-        client, told = datagrams.Client(b''), watch._encode('', [at(3, step=9)])
-        assert client.read_response(exchanged(zero, other, client.request(told))) is None
-        answer = client.read_response(exchanged(zero, other, client.request(told)))
+        client, state_message = datagrams.Client(b''), watch._encode('', [at(3, step=9)])
+        assert client.read_response(exchanged(zero, other, client.request(state_message))) is None
+        answer = client.read_response(exchanged(zero, other, client.request(state_message)))
         assert answer is not None
         _, states = watch._decode(answer)
     assert [item.process for item in states] == [0] and zero._received[3].step == 9
@@ -168,14 +168,14 @@ def test_process_resends_its_state_after_the_first_nonce() -> None:
 
 
 def test_no_response_to_strangers(caplog: pytest.LogCaptureFixture) -> None:
-    asked, told = watch._encode('', []), watch._encode('', [at(1, step=9)])
+    query, state_message = watch._encode('', []), watch._encode('', [at(1, step=9)])
     with process_0(SECRET) as (zero, other):
         zero._received = {0: at(0), 1: at(1)}
         client = datagrams.Client(SECRET)
-        first = client.request(told)
+        first = client.request(state_message)
         challenge = exchanged(zero, other, first)
         assert client.read_response(challenge) is None and zero._received[1].step == 7
-        second = client.request(asked)
+        second = client.request(query)
         assert client.read_response(exchanged(zero, other, second))
         assert exchanged(zero, other, second) == b''  # it counts once
         # A replay of the first request gets a response that is no longer than it, and changes no state.
@@ -183,10 +183,10 @@ def test_no_response_to_strangers(caplog: pytest.LogCaptureFixture) -> None:
         for packet in (
             b'GET / HTTP/1.1',
             bytes(60_000),
-            asked,
+            query,
             challenge,
-            datagrams.Client(b'').request(told),
-            datagrams.Client(b'of another run, as long as that').request(told),
+            datagrams.Client(b'').request(state_message),
+            datagrams.Client(b'of another run, as long as that').request(state_message),
             second[:-1] + b'}',
         ):
             assert exchanged(zero, other, packet) == b'', packet

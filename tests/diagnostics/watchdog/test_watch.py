@@ -146,6 +146,6 @@ def test_a_slow_step_is_no_alarm(capsys: pytest.CaptureFixture[str]) -> None:
             two.wait_for('did 14\n', index)
             assert 'have passed' not in two.output(index)
         assert main(['doctor', '--run', address, '--json']) == ExitCode.DONE
-        told = json.loads(capsys.readouterr().out)
-        assert told['report'] == ''
-        assert [line['pid'] for line in told['processes']] == [process.pid for process in two.processes]
+        report = json.loads(capsys.readouterr().out)
+        assert report['report'] == ''
+        assert [line['pid'] for line in report['processes']] == [process.pid for process in two.processes]

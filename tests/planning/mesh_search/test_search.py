@@ -252,13 +252,13 @@ def test_failures_and_interruptions(monkeypatch):
 @pytest.mark.medium
 @tpu_compiler.needed
 def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
-    file, plan, asked = tmp_path / 'trials.jsonl', module.plan_lowered, []
+    file, plan, planned = tmp_path / 'trials.jsonl', module.plan_lowered, []
     stop_at = 2
 
     def counted(step, *, quick):
-        if len(asked) == stop_at:
+        if len(planned) == stop_at:
             raise KeyboardInterrupt
-        asked.append((step.mesh.devices.shape, quick))
+        planned.append((step.mesh.devices.shape, quick))
         return plan(step, quick=quick)
 
     monkeypatch.setattr(module, 'plan_lowered', counted)
@@ -269,18 +269,18 @@ def test_a_search_continues_from_a_file(tmp_path, monkeypatch):
         out.write(file.read_text()[:1000])
     stop_at = None
     result = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
-    assert asked == [((4, 1), True), ((2, 2), True), ((1, 4), True), ((4, 1), False)]
+    assert planned == [((4, 1), True), ((2, 2), True), ((1, 4), True), ((4, 1), False)]
     assert (result.num_quick_plans, result.num_full_plans, result.num_cached_plans) == (1, 1, 2)
     assert str(result).startswith('3 meshes on v5e:2x2: 1 planned quickly, 1 in full, 2 read from the file\n')
     again = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **options)
-    assert (len(asked), again.num_cached_plans) == (4, 4) and again.candidates == result.candidates
+    assert (len(planned), again.num_cached_plans) == (4, 4) and again.candidates == result.candidates
     # The file has no plans of another step, or with other compiler options.
     only = {'constraints': {'tp': 1}, 'full': 0, 'file': file}
     search(lambda helper: make_step(helper, tokens=8192), 'v5e:2x2', ['fsdp', 'tp'], **only)
-    assert len(asked) == 5
+    assert len(planned) == 5
     monkeypatch.setenv('LIBTPU_INIT_ARGS', '--xla_tpu_something=true')
     search(make_step, 'v5e:2x2', ['fsdp', 'tp'], **only)
-    assert len(asked) == 6
+    assert len(planned) == 6
 
 
 @pytest.mark.medium
@@ -318,10 +318,10 @@ def test_other_errors_are_no_outcomes(monkeypatch, mistake):
 
 def _with_memory(monkeypatch, **shares):
     """Plans with these fractions of the limit: 'quick', 'full'. Returns the requested plans in order."""
-    plan, asked = module.plan_lowered, []
+    plan, planned = module.plan_lowered, []
 
     def near(step, *, quick):
-        asked.append((*step.mesh.devices.shape, quick))
+        planned.append((*step.mesh.devices.shape, quick))
         base_plan = plan(step, quick=True)
         share = shares['quick' if quick else 'full']
         memory = dataclasses.replace(
@@ -331,7 +331,7 @@ def _with_memory(monkeypatch, **shares):
         return dataclasses.replace(base_plan, quick=quick, refusal=refusal, memory=memory)
 
     monkeypatch.setattr(module, 'plan_lowered', near)
-    return asked
+    return planned
 
 
 @pytest.mark.medium
@@ -341,9 +341,9 @@ def _with_memory(monkeypatch, **shares):
 @pytest.mark.parametrize('quick', [0.95, 1.05])
 def test_near_the_limit_a_full_plan_decides(monkeypatch, quick, full):
     """A quick plan is not accurate enough to decide whether a step near the limit fits."""
-    asked = _with_memory(monkeypatch, quick=quick, full=0.9)
+    planned = _with_memory(monkeypatch, quick=quick, full=0.9)
     result = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': 2}, full=full)
-    assert asked == [(2, 2, True), (2, 2, False)]
+    assert planned == [(2, 2, True), (2, 2, False)]
     assert result.fits and not result.best.quick
     assert (result.num_quick_plans, result.num_full_plans) == (1, 1)
 
@@ -351,30 +351,30 @@ def test_near_the_limit_a_full_plan_decides(monkeypatch, quick, full):
 @pytest.mark.medium
 @tpu_compiler.needed
 def test_far_from_the_limit_a_quick_plan_decides(monkeypatch):
-    asked = _with_memory(monkeypatch, quick=0.9, full=0.9)
+    planned = _with_memory(monkeypatch, quick=0.9, full=0.9)
     result = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': 2})
-    assert asked == [(2, 2, True)] and result.fits and result.best.quick
-    asked = _with_memory(monkeypatch, quick=1.2, full=1.2)
+    assert planned == [(2, 2, True)] and result.fits and result.best.quick
+    planned = _with_memory(monkeypatch, quick=1.2, full=1.2)
     result = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], constraints={'tp': 2})
-    assert [quick for *_, quick in asked] == [True] and not result.fits
+    assert [quick for *_, quick in planned] == [True] and not result.fits
 
 
 @pytest.mark.slow
 @tpu_compiler.needed
 @pytest.mark.parametrize(('full', 'num_full_plans'), [(None, 1), (1, 1), (2, 2)])
 def test_at_most_the_requested_number_of_full_plans_is_made(monkeypatch, full, num_full_plans):
-    asked = _with_memory(monkeypatch, quick=1.05, full=0.9)
+    planned = _with_memory(monkeypatch, quick=1.05, full=0.9)
     result = search(make_step, 'v5e:2x2', ['fsdp', 'tp'], full=full)
-    assert [quick for *_, quick in asked] == [True] * 3 + [False] * num_full_plans
+    assert [quick for *_, quick in planned] == [True] * 3 + [False] * num_full_plans
     assert result.fits and result.num_full_plans == num_full_plans
 
 
 @pytest.mark.medium
 @tpu_compiler.needed
 def test_full_plans_are_made_until_one_fits(monkeypatch):
-    asked = _with_memory(monkeypatch, quick=0.95, full=1.05)
+    planned = _with_memory(monkeypatch, quick=0.95, full=1.05)
     result = search(make_step, 'v5e:2x2', ['fsdp', 'tp'])
-    assert [quick for *_, quick in asked] == [True] * 3 + [False] * 3
+    assert [quick for *_, quick in planned] == [True] * 3 + [False] * 3
     assert not result.fits and all(candidate.reason for candidate in result.candidates)
     assert [candidate.plan.refusal for candidate in result.candidates] == ['RESOURCE_EXHAUSTED'] * 3
 
@@ -384,14 +384,14 @@ def test_full_plans_are_made_until_one_fits(monkeypatch):
 
 @tpu_compiler.needed
 def test_steps_that_cannot_fit_are_not_compiled(monkeypatch):
-    asked = _with_memory(monkeypatch, quick=0.5)
+    planned = _with_memory(monkeypatch, quick=0.5)
 
     def large(helper):
         rules = UP if helper.mesh.shape['tp'] > 1 else P()
         return make_step(helper, rules, width=65536, tokens=1024)
 
     result = search(large, 'v5e:4x4', ['fsdp', 'tp'], constraints={'tp': [1, 4]})
-    assert asked == [(4, 4, True)] and (result.num_quick_plans, result.fits) == (1, True)
+    assert planned == [(4, 4, True)] and (result.num_quick_plans, result.fits) == (1, True)
     best, lost = result.candidates
     assert (best.name, best.ruled_out, best.argument_bytes) == ('fsdp=4, tp=4', False, 4 * 2**30 + 2**25)
     assert (lost.plan, lost.ruled_out, lost.argument_bytes) == (None, True, 64 * 2**30 + 2**23)
