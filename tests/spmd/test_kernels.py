@@ -308,7 +308,7 @@ def test_heads_that_are_merged_with_examples_are_not_gathered(kernel, heads, gat
     assert 'all-to-all' not in totals['fsdp',]
 
 
-@pytest.mark.parametrize('name', ['numbers that choose other blocks', 'neighbours'])
+@pytest.mark.parametrize('name', ['indices that select other blocks', 'neighbours'])
 def test_a_kernel_on_a_mesh_with_another_axis(name):
     step = check((APART | TOGETHER)[name], TP)
     assert kernels(step)[0].params['grid_mapping'].grid[0] == (4 if name in APART else 16)
