@@ -77,6 +77,19 @@ def is_same_operation(a: Any, b: Any) -> bool:
     return a.primitive is b.primitive and a.params == b.params
 
 
+def operation_key(equation: Any) -> Any:
+    """Returns a value that is equal for equations of the same operation, on operands of the same types.
+
+    It cannot be hashed if a parameter cannot. Relies on *primitive*, *params*, and the types of operands
+    determining the types of results.
+    """
+    operands = [
+        (shape_of(x), getattr(x.aval, 'dtype', None), x.val if isinstance(x, Literal) else None)
+        for x in equation.invars
+    ]
+    return equation.primitive, (*equation.params.values(),), (*operands,)
+
+
 def name_stack(equation: Any) -> str:
     """Returns the scopes and transformations around an equation.
 

@@ -207,14 +207,17 @@ class ManualEquations:
         """
         return template.replace(invars=[operand], outvars=[result], source_info=like.source_info)
 
-    def barrier(self, like: Any, operand: Any) -> Any:
-        """Returns an optimization barrier, with a new result.
+    def barrier(self, like: Any, operands: Sequence[Any]) -> Any:
+        """Returns an optimization barrier, with new results.
+
+        Relies on the barrier having no parameters, for any number of operands.
 
         Args:
             like: the equation whose source line it gets.
-            operand: the operand.
+            operands: the operands.
         """
-        return self.from_template(self._barrier, like, operand, self.var(operand, shape_of(operand)))
+        results = [self.var(operand, shape_of(operand)) for operand in operands]
+        return self._barrier.replace(invars=[*operands], outvars=results, source_info=like.source_info)
 
     def localize(self, equation: Any, operands: Sequence[Any], results: Sequence[Any], **params: Any) -> Any:
         """Returns an equation with local operands and results, without the sharding of its results.

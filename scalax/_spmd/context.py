@@ -5,16 +5,15 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Collection, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Self, TypeVar
 
 from jax.sharding import AbstractMesh
 
-from scalax._jax.equations import Literal, shape_of
+from scalax._jax.equations import Literal, operation_key
 from scalax._jax.manual_axes import ManualEquations
 from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.batch_dependence import BatchDependence
-from scalax._jaxpr.dim_rules import dim_rule
 from scalax._spmd.batch.batch_sources import batch_sources
 from scalax._spmd.batch.replicated_batch_dims import BatchDims
 from scalax._spmd.options import DEFAULT, BatchPartitioning
@@ -25,6 +24,8 @@ from scalax._spmd.placements.op_rules import Op, Strategy, strategy
 from scalax._spmd.placements.placement import Partial, Placements, shards_examples
 from scalax._spmd.placements.reduction_layouts import ReductionLayouts, reduced_placements
 from scalax._spmd.values import Argument, PartitionedJaxpr, ReductionTarget, Value, is_replicated, replicated
+
+_T = TypeVar('_T')
 
 
 class PartitionContext:
@@ -95,7 +96,7 @@ class PartitionContext:
                 axis_indices = [self.axes.index(axis) for axis in source.axes if axis in self.axes]
                 self.batch_dims.add(source.var, source.dim, axis_indices)
         self.replicated = replicated(len(self.axes))
-        self._matmul_strategies: dict[Any, Strategy | None] = {}
+        self._repeated: dict[Any, Any] = {}
         self.is_mixed = any(
             len({*argument.placements}) > 1 for argument in arguments if not argument.is_state
         )
@@ -122,7 +123,7 @@ class PartitionContext:
             self.reduction_layouts.along(axes),
             self.batch_dims.along(axes),
         )
-        other.replicated = replicated(len(axes))
+        other.replicated, other._repeated = replicated(len(axes)), {}
         return other
 
     def keeping_replicated(self) -> Self:
@@ -144,14 +145,18 @@ class PartitionContext:
         return BatchDependence(*self._step)
 
     def strategy(self, op: Op) -> Strategy | None:
-        """Returns the strategy of `op_rules.strategy`. Those of matmuls, which layers repeat, are cached."""
-        if primitive_name(op.equation) != 'dot_general':
-            return strategy(op)
-        atoms = *op.equation.invars, *op.equation.outvars
-        key = dim_rule(op.equation), tuple([(shape_of(x), x.aval.dtype) for x in atoms]), op[1:]
-        if key not in self._matmul_strategies:
-            self._matmul_strategies[key] = strategy(op)
-        return self._matmul_strategies[key]
+        """Returns the strategy of `op_rules.strategy`."""
+        return self.repeated((operation_key(op.equation), op[1:]), lambda: strategy(op))
+
+    def repeated(self, key: Any, compute: Callable[[], _T]) -> _T:
+        """Returns what *compute* returned for an equal key, as layers repeat equations and their placements."""
+        try:
+            return self._repeated[key]
+        except KeyError:
+            self._repeated[key] = result = compute()
+            return result
+        except TypeError:  # a parameter of an equation cannot be hashed
+            return compute()
 
     def depends_on_examples(self, atom: Any) -> bool:
         """Returns whether a variable depends on examples."""

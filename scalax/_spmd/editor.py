@@ -250,13 +250,12 @@ class EditorBase:
 
     def _barrier(self, atom: Any, equation: Any) -> Any:
         """Returns a value after an optimization barrier, which the compiler moves no operation across."""
-        self.eqns.append(self.code.barrier(equation, atom))
+        self.eqns.append(self.code.barrier(equation, [atom]))
         return self.eqns[-1].outvars[0]
 
     def add_barrier(self, values: Sequence[Value], equation: Any) -> None:
         """Puts values behind one optimization barrier: all are computed before any of them is used."""
-        function, key = _barrier_of_all, ('barrier of all', len(values))
-        written = self.code.equation(function, key, equation, [value.atom for value in values])
+        written = self.code.barrier(equation, [value.atom for value in values])
         self.eqns.append(written)
         for value, atom in zip(values, written.outvars, strict=True):
             value.atom = atom
@@ -283,7 +282,3 @@ class EditorBase:
         atom, slices = self.arguments[i], {*map(id, self._sliced[i][1])}
         users = [equation for equation in eqns if any(x is atom for x in equation.invars)]
         return all(id(equation) in slices for equation in users) and not any(x is atom for x in results)
-
-
-def _barrier_of_all(*values: Any) -> Any:
-    return jax.lax.optimization_barrier(values)

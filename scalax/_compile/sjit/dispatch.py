@@ -394,9 +394,16 @@ class Dispatcher:
     def _jax_knows_devices(self, jaxpr: Any, entry: TraceCacheEntry) -> bool:
         """Whether JAX can determine the devices of a program, or the program does not use the mesh.
 
-        JAX takes the devices from the outputs' shardings, and from arguments that an output depends on.
+        JAX takes the devices from the outputs' shardings, from arguments that an output depends on, and from
+        the mesh of a `shard_map` that computes the outputs, as in a partitioned step.
         """
-        if self.rules.any_explicit or any(entry.output_shardings or ()) or not names_mesh(jaxpr, self.mesh):
+        outputs = entry.output_shardings or ()
+        if self.rules.any_explicit or any(outputs):
+            return True
+        is_partitioned = entry.partitioned is not None and not isinstance(entry.partitioned, str)
+        if is_partitioned and outputs and isinstance(self.mesh, Mesh):
+            return True
+        if not names_mesh(jaxpr, self.mesh):
             return True
         is_sharded = [sharding is not None for sharding in entry.argument_shardings]
         num_captured = len(jaxpr.in_avals) - len(is_sharded)  # values of an outer trace

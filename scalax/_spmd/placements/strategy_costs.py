@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from scalax._jax.equations import operation_key
 from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.dim_rules import UNKNOWN, dim_rule
 from scalax._spmd.conversions import JaxprEditor
@@ -23,6 +24,7 @@ from scalax._spmd.placements.placement import (
     SUM,
     Partial,
     Placement,
+    Placements,
     Replicate,
     Shard,
     same_blocks,
@@ -53,7 +55,32 @@ def cheapest(
         return [*usual]
     if primitive_name(equation) not in _CONSIDERED or any(value.has_sum for value in values):
         return [*usual]
-    return [_AxisChoice(editor, equation, values, usual, axis).cheapest() for axis in range(len(usual))]
+    target = _result_target(editor, equation, usual)
+    operands = tuple([(x.placements, x.is_zero, editor.trip_count_of(x), (*x.versions,)) for x in values])
+    is_backward = any(x.is_state for x in values) and editor.is_backward(equation)
+    key = 'cheapest', operation_key(equation), operands, is_backward, target, (*usual,)
+    return editor.context.repeated(
+        key,
+        lambda: [
+            _AxisChoice(editor, equation, values, usual, target, axis).cheapest() for axis in range(len(usual))
+        ],
+    )
+
+
+def _result_target(editor: JaxprEditor, equation: Any, usual: Sequence[Strategy]) -> Placements:
+    """Returns the placements to which the result of an equation is converted in the end."""
+    [result, *_] = equation.outvars
+    placements = tuple([strategy.results[0] for strategy in usual])
+    if not any(isinstance(x, Partial) for x in placements):
+        return placements
+    reduced = editor.reduced_placements(result, placements)
+    # A term of a sum that a loop carries stays partial, and is reduced once, after the loop.
+    return tuple(
+        [
+            SUM if isinstance(before, Partial) and _is_term_of_sum(editor, result, axis) else after
+            for axis, (before, after) in enumerate(zip(placements, reduced, strict=True))
+        ]
+    )
 
 
 class _AxisChoice:
@@ -65,23 +92,14 @@ class _AxisChoice:
         equation: Any,
         values: Sequence[Value],
         usual: Sequence[Strategy],
+        target: Placements,
         axis: int,
     ) -> None:
         self._editor, self._context = editor, editor.context
         self._equation, self._values, self._axis = equation, values, axis
         self._usual, self._axis_size = usual[axis], editor.context.sizes[axis]
         self._placements = [value.placements[axis] for value in values]
-        self._usual_by_axis = usual
-
-    @functools.cached_property
-    def _result_target(self) -> Placement:
-        """The placement to which the result is converted in the end."""
-        [result, *_] = self._equation.outvars
-        # A term of a sum that a loop carries stays partial, and is reduced once, after the loop.
-        if isinstance(self._usual.results[0], Partial) and _is_term_of_sum(self._editor, result, self._axis):
-            return SUM
-        placements = tuple([strategy.results[0] for strategy in self._usual_by_axis])
-        return self._editor.reduced_placements(result, placements)[self._axis]
+        self._usual_by_axis, self._result_target = usual, target[axis]
 
     @functools.cached_property
     def _result_bytes(self) -> float:
