@@ -638,7 +638,8 @@ def has_effects(equation: Any) -> bool:
 
     Naming a mesh axis does not count. Relies on the class of such effects being called NamedAxisEffect.
     """
-    return any(type(effect).__name__ != 'NamedAxisEffect' for effect in equation.effects)
+    effects = equation.effects  # most equations have none
+    return bool(effects) and any(type(effect).__name__ != 'NamedAxisEffect' for effect in effects)
 
 
 def is_ordered(equation: Any) -> bool:

@@ -231,11 +231,11 @@ class ManualEquations:
             results: its results.
             **params: the parameters that change.
         """
-        unspecified = _unspecified_shardings(equation)
-        if params or unspecified:  # most equations keep their parameters
-            params = {**equation.params, **unspecified, **params}
-        else:
-            params = equation.params
+        before = equation.params
+        if params or not (before.get('sharding') is before.get('out_sharding') is None):
+            params = {**before, **_unspecified_shardings(equation), **params}
+        else:  # most equations keep their parameters
+            params = before
         return equation.replace(invars=[*operands], outvars=[*results], params=params, ctx=self._ctx)
 
     def constraint(self, spec: PartitionSpec, like: Any, operand: Any) -> Any:
@@ -374,9 +374,14 @@ class ManualEquations:
         return call.replace(invars=[*operands], source_info=like.source_info)
 
 
+@jax.jit
+def _identity(x: Any) -> Any:
+    return x
+
+
 def _common_operations(x: Any) -> list[Any]:
     """A function of common operations whose parameters do not depend on their operands."""
-    return [jax.lax.neg(x), jax.lax.optimization_barrier(x), jax.jit(lambda x: x)(x)]
+    return [jax.lax.neg(x), jax.lax.optimization_barrier(x), _identity(x)]
 
 
 def _unspecified_shardings(equation: Any) -> dict[str, None]:

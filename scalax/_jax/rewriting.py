@@ -264,6 +264,10 @@ def with_jaxprs(equation: Any, *jaxprs: Any) -> Any:
     return equation.replace(params={**equation.params, name: jaxprs if name == 'branches' else jaxprs[0]})
 
 
+def _has_jaxprs(equation: Any) -> bool:
+    return bool(equation.params) and primitive_name(equation) in WITH_JAXPRS
+
+
 def _jaxprs_of(equation: Any) -> Sequence[Any]:
     param = equation.params[_JAXPR_PARAMS[equation.primitive.name]]
     return param if isinstance(param, tuple) else [param]
@@ -285,13 +289,13 @@ class Rewriter:
         """Returns a jaxpr, open or closed, with replaced equations; the same jaxpr if none changes."""
         if jaxpr not in self._rewritten:
             eqns = open_jaxpr(jaxpr).eqns
-            new_eqns = [*map(self._equation, eqns)]
+            new_eqns = [self._equation(x) if self._change or _has_jaxprs(x) else x for x in eqns]
             is_same = all(map(operator.is_, new_eqns, eqns))
             self._rewritten[jaxpr] = jaxpr if is_same else replace_jaxpr(jaxpr, eqns=new_eqns)
         return self._rewritten[jaxpr]
 
     def _equation(self, equation: Any) -> Any:
-        if equation.params and primitive_name(equation) in WITH_JAXPRS:
+        if _has_jaxprs(equation):
             equation = with_jaxprs(equation, *map(self.jaxpr, _jaxprs_of(equation)))
         return equation if self._change is None else self._change(equation)
 

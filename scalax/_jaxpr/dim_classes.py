@@ -6,16 +6,66 @@ such as its width or its heads. Sharding it over a mesh axis pays off only if it
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from scalax._jax.equations import open_jaxpr, shape_of
 from scalax._jaxpr.abstract_interpreter import AbstractInterpreter
-from scalax._jaxpr.dim_rules import ELEMENTWISE, UNKNOWN, dim_rule, reshape_groups
+from scalax._jaxpr.dim_rules import (
+    ELEMENTWISE,
+    UNKNOWN,
+    DimRule,
+    OperandDim,
+    Sources,
+    dim_rule,
+    reshape_groups,
+)
 
 DimIds = tuple[int, ...]
 """An id for each dimension of a value."""
+
+
+class _Meetings(NamedTuple):
+    """Which dimensions of an equation meet.
+
+    Attributes:
+        united: the groups of operand dimensions that are contracted or reduced together.
+        sources: for each dimension of each result, the operand dimensions that become it, of equal size.
+        resized: the dimensions of results that come from operand dimensions of other sizes only.
+        unsharded: the operand dimensions that are neither reduced nor become a dimension of a result.
+    """
+
+    united: Sequence[Sources]
+    sources: Sequence[Sequence[Sources]]
+    resized: Sequence[tuple[int, int]]
+    unsharded: Sequence[OperandDim]
+
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@functools.lru_cache(maxsize=4096)  # layers have the same shapes
+def _meetings(rule: DimRule, operands: Shapes, results: Shapes) -> _Meetings:
+    """Returns which dimensions meet in an equation, from its rule and the shapes of operands and results."""
+    # Contracted, reduced and gathered dimensions may be sharded.
+    shardable = {operand_dim for group in rule.reduced for operand_dim in group}
+    all_sources, resized = [], []
+    for i, (shape, result) in enumerate(zip(results, rule.results, strict=True)):
+        result_sources = []
+        for j, (size, sources) in enumerate(zip(shape, result, strict=True)):
+            same_size = tuple([(operand, dim) for operand, dim in sources if operands[operand][dim] == size])
+            shardable.update(same_size)
+            result_sources.append(same_size)
+            if sources and not same_size:
+                resized.append((i, j))
+        all_sources.append(result_sources)
+    operand_dims = [
+        (operand, dim) for operand, shape in enumerate(operands) for dim, size in enumerate(shape) if size > 1
+    ]
+    unsharded = [operand_dim for operand_dim in operand_dims if operand_dim not in shardable]
+    return _Meetings([group for group in rule.reduced if len(group) > 1], all_sources, resized, unsharded)
 
 
 class UnionFind:
@@ -78,35 +128,29 @@ class DimClasses(AbstractInterpreter[DimIds]):
         if name in ELEMENTWISE and len(equation.outvars) == 1:  # a fast path for most equations
             same_rank = [ids for ids in operands if len(ids) == len(shape_of(equation.outvars[0]))]
             return [tuple(map(self.unite, zip(*same_rank, strict=True)))] if len(same_rank) > 1 else same_rank
-        rule, results = dim_rule(equation), [*map(self.new_ids, equation.outvars)]
+        rule = dim_rule(equation)
         if rule is UNKNOWN:
+            results = [*map(self.new_ids, equation.outvars)]
             self.require_unsharded(itertools.chain(*operands, *results))
             return results
         if name == 'reshape':
-            return [self._reshape(equation, operands[0], results[0])]
-        shapes = [*map(shape_of, equation.invars)]
-        for group in rule.reduced:
+            return [self._reshape(equation, operands[0], self.new_ids(equation.outvars[0]))]
+        shapes = (*map(shape_of, equation.invars),), (*map(shape_of, equation.outvars),)
+        meetings = _meetings(rule, *shapes)
+        for group in meetings.united:
             self.unite([operands[operand][dim] for operand, dim in group])
-        # Contracted, reduced and gathered dimensions may be sharded.
-        shardable = {operand_dim for group in rule.reduced for operand_dim in group}
-        for i, (var, result_sources) in enumerate(zip(equation.outvars, rule.results, strict=True)):
-            result_ids = [*results[i]]
-            for j, (size, sources) in enumerate(zip(shape_of(var), result_sources, strict=True)):
-                same_size = [(operand, dim) for operand, dim in sources if shapes[operand][dim] == size]
-                shardable.update(same_size)
-                if same_size:
-                    result_ids[j] = self.unite([operands[operand][dim] for operand, dim in same_size])
-                elif sources:
-                    self.require_unsharded([result_ids[j]])
-            results[i] = tuple(result_ids)
+        results = []
+        for result_sources in meetings.sources:
+            ids = [
+                self.unite([operands[operand][dim] for operand, dim in sources])
+                if sources
+                else next(self._count)
+                for sources in result_sources
+            ]
+            results.append(tuple(ids))
+        self.require_unsharded([results[i][dim] for i, dim in meetings.resized])
         if name != 'gather':
-            operand_dims = (
-                (operand, dim)
-                for operand, shape in enumerate(shapes)
-                for dim, size in enumerate(shape)
-                if size > 1
-            )
-            self.require_unsharded([operands[i][dim] for i, dim in operand_dims if (i, dim) not in shardable])
+            self.require_unsharded([operands[i][dim] for i, dim in meetings.unsharded])
         return results
 
     def element_of(self, stack: DimIds) -> DimIds:

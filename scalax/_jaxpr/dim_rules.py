@@ -178,7 +178,12 @@ def _reshape_shapes(old: tuple[int, ...], new: tuple[int, ...]) -> Groups:
 
 
 def _transpose(equation: Any) -> DimRule:
-    return DimRule((_from_operand(0, equations.permutation(equation)),))
+    return _transpose_dims(tuple(equations.permutation(equation)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _transpose_dims(permutation: tuple[int, ...]) -> DimRule:
+    return DimRule((_from_operand(0, permutation),))
 
 
 def _reduce(equation: Any) -> DimRule:

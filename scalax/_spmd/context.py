@@ -149,7 +149,7 @@ class PartitionContext:
         return self.repeated((operation_key(op.equation), op[1:]), lambda: strategy(op))
 
     def repeated(self, key: Any, compute: Callable[[], _T]) -> _T:
-        """Returns what *compute* returned for an equal key, as layers repeat equations and their placements."""
+        """Returns what *compute* returned for an equal key: layers repeat equations and placements."""
         try:
             return self._repeated[key]
         except KeyError:

@@ -188,7 +188,7 @@ class _JaxprPartitioner(JaxprEditor):
             return
         if name in POINTWISE and not self.local_rows and write_pointwise(self, name, equation):
             return
-        values = [*map(self.read, equation.invars)]
+        values = [self.values.get(id(x)) or self.read(x) for x in equation.invars]
         if has_effects(equation) and name not in _MAY_HAVE_EFFECTS:
             reason, remedy = f'{name or equation.primitive} has effects', 'change that line'
             if takes_refs(equation):
@@ -258,10 +258,11 @@ class _JaxprPartitioner(JaxprEditor):
             outputs[0].narrow_producer = equation
             if name in CAST_PRIMITIVES:
                 values[0].casts = (*values[0].casts, outputs[0])
-        finals = zip(*[strategy.final or strategy.results for strategy in strategies], strict=True)
-        for output, final in zip(outputs, finals, strict=True):
-            if final != output.placements:
-                self.convert_in_place(output, final, equation, 'examples')
+        if any(strategy.final for strategy in strategies):
+            finals = zip(*[strategy.final or strategy.results for strategy in strategies], strict=True)
+            for output, final in zip(outputs, finals, strict=True):
+                if final != output.placements:
+                    self.convert_in_place(output, final, equation, 'examples')
         if name == 'reshape' and outputs[0].is_replicated:
             self._reshard_reshaped(equation, values[0], outputs[0])
 
@@ -270,9 +271,12 @@ class _JaxprPartitioner(JaxprEditor):
 
         Otherwise the larger result would be gathered, where it meets examples.
         """
-        [var], blocks = equation.outvars, [value for value in values if value.is_state]
-        size = size_of(var)
-        if not blocks or math.prod(blocks[0].shape) == size or self.context.reduction_layouts.is_sharded(var):
+        blocks = [value for value in values if value.is_state]
+        if not blocks:
+            return
+        [var] = equation.outvars
+        is_broadcast = math.prod(blocks[0].shape) != size_of(var)
+        if not is_broadcast or self.context.reduction_layouts.is_sharded(var):
             return
         if all(value.is_replicated or value in blocks for value in values):
             for value in blocks:
@@ -311,7 +315,7 @@ class _JaxprPartitioner(JaxprEditor):
     def _choose_strategies(self, name: str, equation: Any, values: Sequence[Value]) -> list[Strategy]:
         """Returns the strategy of an equation along each axis."""
         strategies = self._rule_strategies(equation, values)
-        if any(strategy is None for strategy in strategies) and any(value.has_sum for value in values):
+        if None in strategies and any(value.has_sum for value in values):
             self._reduce_operands(name, equation, values, [i for i, x in enumerate(strategies) if x is None])
             strategies = self._rule_strategies(equation, values)
         if self.context.microbatch_axis is not None and strategies[self.context.microbatch_axis] is None:

@@ -93,10 +93,11 @@ def test_parameters_of_collectives_do_not_depend_on_dtypes_or_ranks(dtype):
 def test_barriers_have_no_parameters():
     with jax.sharding.use_abstract_mesh(MESH):
         code, like = ManualEquations(MESH), traced(jnp.sin, jnp.ones((3, 4), 'bfloat16')).eqns[0]
-        actual = code.barrier(like, like.invars[0])
-        expected = code.equation(lax.optimization_barrier, object(), like, like.invars)
+        operands = [*like.invars, *like.outvars]
+        actual = code.barrier(like, operands)
+        expected = code.equation(lambda *xs: lax.optimization_barrier(xs), object(), like, operands)
     assert (actual.primitive, actual.params) == (expected.primitive, expected.params) and not actual.params
-    assert actual.outvars[0].aval == expected.outvars[0].aval
+    assert [x.aval for x in actual.outvars] == [x.aval for x in expected.outvars]
 
 
 def test_other_axes_stay_auto():

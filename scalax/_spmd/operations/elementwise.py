@@ -25,19 +25,26 @@ def write_pointwise(editor: JaxprEditor, name: str, equation: Any) -> bool:
         Whether the equation was written.
     """
     first, origin, [var] = None, None, equation.outvars
+    shape, atoms = shape_of(var), list[Any]()
     for atom in equation.invars:
-        value = None if isinstance(atom, Literal) else editor.values[id(atom)]
-        if value is None or value.is_replicated:
-            if shape_of(atom) or (value is not None and value.is_zero):
+        if isinstance(atom, Literal):
+            if shape_of(atom):
                 return False
-        elif value.has_sum or value.is_zero or shape_of(atom) != shape_of(var):
+            atoms.append(editor.code.literal(atom))
+            continue
+        value = editor.values[id(atom)]
+        if value.is_replicated:
+            if shape_of(atom) or value.is_zero:
+                return False
+        elif value.has_sum or value.is_zero or shape_of(atom) != shape:
             return False
         elif first is None:
             first = value
         elif value.placements != first.placements:
             return False
-        if value is not None and origin is None:
+        if origin is None:
             origin = value.origin
+        atoms.append(value.atom)
     if first is None:
         return False
     output = first.with_same_placements(var, editor.code.var(var, shape_of(first.atom)))
@@ -48,9 +55,5 @@ def write_pointwise(editor: JaxprEditor, name: str, equation: Any) -> bool:
     if output.is_state and name in CAST_PRIMITIVES:
         first.casts = (*first.casts, output)
     editor.values[id(var)] = output
-    atoms = [
-        editor.code.literal(atom) if isinstance(atom, Literal) else editor.values[id(atom)].atom
-        for atom in equation.invars
-    ]
     editor.eqns.append(editor.code.localize(equation, atoms, [output.atom]))
     return True

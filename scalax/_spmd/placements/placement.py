@@ -12,8 +12,7 @@ from jax.sharding import PartitionSpec
 ReduceOp = Literal['sum', 'max', 'min']
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(NamedTuple):
     """Each device holds a block of one dimension.
 
     Attributes:
@@ -56,7 +55,7 @@ def shards_examples(placement: Placement) -> TypeGuard[Shard]:
 
 def without_state_mark(placement: Placement) -> Placement:
     """Returns a placement whose shard is not marked as state."""
-    return Shard(placement.dim) if isinstance(placement, Shard) else placement
+    return Shard(placement.dim) if isinstance(placement, Shard) and placement.is_state else placement
 
 
 def shard_counts(placements: Placements, sizes: Sequence[int], rank: int) -> list[int]:
@@ -76,11 +75,11 @@ def local_shape(shape: Sequence[int], placements: Placements, sizes: Sequence[in
         placements: the placements of the value.
         sizes: the sizes of the batch axes.
     """
-    if not any(isinstance(x, Shard) for x in placements):
-        return tuple(shape)
     if len(placements) == 1:
         [placement], [size] = placements, sizes
-        dim = _dim(placement)
+        if not isinstance(placement, Shard):
+            return tuple(shape)
+        dim = placement.dim
         return (*shape[:dim], shape[dim] // size, *shape[dim + 1 :])
     counts = shard_counts(placements, sizes, len(shape))
     return tuple([size // count for size, count in zip(shape, counts, strict=True)])
@@ -112,7 +111,7 @@ def remap_dims(placements: Placements, dims: dict[int, int]) -> Placements | Non
         if isinstance(placement, Shard):
             if placement.dim not in dims:
                 return None
-            placement = dataclasses.replace(placement, dim=dims[placement.dim])
+            placement = placement._replace(dim=dims[placement.dim])
         result.append(placement)
     return tuple(result)
 

@@ -56,12 +56,10 @@ def _results(
     name = primitive_name(equation)
     if name in ELEMENTWISE:  # most equations
         shape = shape_of(equation.outvars[0])
-        same_shape = (
-            layout
-            for layout, atom in zip(operands, equation.invars, strict=True)
-            if layout and shape_of(atom) == shape
-        )
-        return [next(same_shape, None)]
+        for layout, atom in zip(operands, equation.invars, strict=True):
+            if layout and shape_of(atom) == shape:
+                return [layout]
+        return ()
     if name in CALLS:
         return _forward(layouts, call_jaxpr(equation), operands)
     if name == 'cond':

@@ -62,7 +62,8 @@ def cheapest(
     return editor.context.repeated(
         key,
         lambda: [
-            _AxisChoice(editor, equation, values, usual, target, axis).cheapest() for axis in range(len(usual))
+            _AxisChoice(editor, equation, values, usual, target, axis).cheapest()
+            for axis in range(len(usual))
         ],
     )
 

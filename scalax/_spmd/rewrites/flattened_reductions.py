@@ -33,8 +33,6 @@ from scalax._spmd.rewrites.facts import StepFacts
 _ELEMENTWISE = ELEMENTWISE - ALONG_DIM - {'random_fold_in', 'random_gamma', 'threefry2x32'}
 _REDUCTIONS = frozenset(('reduce_sum', 'reduce_max', 'reduce_min', 'reduce_and', 'reduce_or'))
 
-FLATTENING = frozenset(('reshape',))
-
 
 def unflatten_reductions(jaxpr: Any, facts: StepFacts) -> Any:
     """Removes the flattening of arrays that are reduced. Returns the same jaxpr if there is none."""
@@ -66,15 +64,19 @@ def _is_plain(call: Any) -> bool:
     return primitive_name(call) == 'jit' and not any(sharding_params(call))
 
 
+def flattens(equation: Any) -> bool:
+    """Returns whether a `reshape` flattens an array of several dimensions."""
+    shape, flat = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+    return len(flat) == 1 < len(shape) and not permutes_elements(equation)
+
+
 def _original_shapes(equations: Sequence[Any]) -> dict[int, tuple[int, ...]]:
     """Returns the original shapes of flattened variables, by variable id."""
     shapes: dict[int, tuple[int, ...]] = {}
     for equation in equations:
         name = primitive_name(equation)
-        if name == 'reshape' and not permutes_elements(equation):
-            shape, flat = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
-            if len(flat) == 1 < len(shape):
-                shapes[id(equation.outvars[0])] = shape
+        if name == 'reshape' and flattens(equation):
+            shapes[id(equation.outvars[0])] = shape_of(equation.invars[0])
         elif shapes and name in _ELEMENTWISE:
             operand_shapes = [shapes[id(x)] for x in equation.invars if id(x) in shapes]
             shapes.update(

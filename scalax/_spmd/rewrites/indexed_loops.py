@@ -70,8 +70,6 @@ def stack_examples(jaxpr: Any, facts: StepFacts) -> Any:
         jaxpr: the closed jaxpr.
         facts: the properties of the step.
     """
-    if not any(map(_indexes_rows, all_equations(jaxpr))):
-        return jaxpr
     placements = [argument.placements for argument in facts.arguments]
     sizes = [facts.mesh.shape[axis] for axis in facts.axes]
     for _ in range(_MAX_PASSES):
@@ -84,11 +82,9 @@ def stack_examples(jaxpr: Any, facts: StepFacts) -> Any:
     return jaxpr
 
 
-def _indexes_rows(equation: Any) -> bool:
-    """Whether an equation is a `scan` that indexes an array."""
-    return primitive_name(equation) == 'scan' and any(
-        primitive_name(inner_equation) in _INDEXED for inner_equation in all_equations(loop_of(equation).body)
-    )
+def indexes_rows(equation: Any) -> bool:
+    """Returns whether a `scan` indexes an array."""
+    return any(primitive_name(inner) in _INDEXED for inner in all_equations(loop_of(equation).body))
 
 
 def _split_batch_ids(jaxpr: Any, batch_dims: BatchDims) -> set[int]:

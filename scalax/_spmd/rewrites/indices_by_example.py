@@ -11,6 +11,7 @@ of the indexed dimension. All of them are then in bounds, so that the mode of th
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -145,11 +146,19 @@ class _Columns:
 
     def __init__(self, jaxpr: Any) -> None:
         self.by_id: dict[int, Columns] = {}
-        inner = open_jaxpr(jaxpr)
-        self._producers, self._integers = producers_of(inner), StaticIntegers(inner, iotas=True)
-        for var, value in constants_of(jaxpr):
+        self._jaxpr = jaxpr
+
+    @functools.cached_property
+    def _producers(self) -> dict[int, Any]:
+        return producers_of(open_jaxpr(self._jaxpr))
+
+    @functools.cached_property
+    def _integers(self) -> StaticIntegers:
+        integers = StaticIntegers(open_jaxpr(self._jaxpr), iotas=True)
+        for var, value in constants_of(self._jaxpr):
             if _may_count(var) and getattr(value, 'is_fully_addressable', True):
-                self._integers.set([var], [np.asarray(value)])
+                integers.set([var], [np.asarray(value)])
+        return integers
 
     def of(self, atom: Any) -> Columns:
         """Returns the columns of a value that hold the index of the example."""
@@ -208,11 +217,23 @@ class _Columns:
         return None
 
 
+def has_several_indices(equation: Any) -> bool:
+    """Returns whether a look-up or an update has indices along several dimensions."""
+    return len(_indexed_dims(equation)) > 1
+
+
+def _indexed_dims(equation: Any) -> Sequence[int]:
+    """Returns the dimensions of the operand along which a look-up or an update has indices."""
+    if primitive_name(equation) == 'gather':
+        return [*gather_dims(equation).start_index_map]
+    return [*scatter_dims(equation).scatter_dims_to_operand_dims]
+
+
 def _with_batching_dims(equation: Any, columns: _Columns) -> list[Any]:
     """Rewrites a look-up or an update; returns the same equation, in a list, if it does not apply."""
     is_gather = primitive_name(equation) == 'gather'
     dim_numbers = gather_dims(equation) if is_gather else scatter_dims(equation)
-    indexed = [*(dim_numbers.start_index_map if is_gather else dim_numbers.scatter_dims_to_operand_dims)]
+    indexed = _indexed_dims(equation)
     collapsed = {*(dim_numbers.collapsed_slice_dims if is_gather else dim_numbers.inserted_window_dims)}
     index_batching_dims = [
         *(dim_numbers.start_indices_batching_dims if is_gather else dim_numbers.scatter_indices_batching_dims)

@@ -91,6 +91,11 @@ def interleave_batches(jaxpr: Any, facts: StepFacts) -> Any:
     return _Interleaving(orders, count).jaxpr(jaxpr) if orders.by_root else jaxpr
 
 
+def merges_dims(equation: Any) -> bool:
+    """Returns whether a `reshape` merges dimensions."""
+    return any(len(old_dims) > 1 for old_dims, _ in reshape_groups(equation))
+
+
 def _batch_dims(jaxpr: Any, facts: StepFacts) -> list[tuple[Any, int]]:
     """Returns the batches of a step, with their batch dimensions; empty if the batch axes shard several."""
     sources = list[tuple[Any, int]]()
