@@ -48,3 +48,16 @@ def test_programs_compile_for_the_devices_of_a_mesh(has_devices: bool) -> None:
     assert shardings.unconstrained_sharding(np.ones((2, 3)), mesh_to_compile_for).spec == P(
         P.UNCONSTRAINED, P.UNCONSTRAINED
     )
+
+
+def test_programs_compile_for_the_devices_of_a_shard_map() -> None:
+    mesh = Mesh(np.array(jax.devices()), ('x',))
+
+    def fun(x):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            x = jax.lax.with_sharding_constraint(x, P('x'))
+            return jax.shard_map(lambda x: 2 * x, mesh=mesh, in_specs=P('x'), out_specs=P('x'))(x)
+
+    traced = jax.jit(fun).trace(jax.ShapeDtypeStruct((8,), np.float32))
+    with contract('takes the devices of a program from what is in it', 'to run partitioned steps on a mesh'):
+        assert 'num_partitions = 8' in traced.lower(lowering_platforms=('cpu',)).as_text()

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
-from scalax._jax.equations import Literal, shape_of
+from scalax._jax.equations import WITH_JAXPRS, Literal, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.dim_classes import DimClasses, DimIds
 from scalax._jaxpr.dim_rules import ELEMENTWISE, reshape_groups
@@ -50,8 +50,13 @@ class BatchDimClasses(DimClasses):
             return ids
 
         for equation in jaxpr.eqns:
-            if primitive_name(equation) not in ELEMENTWISE or len(equation.outvars) != 1:
-                results = self.eval_equation(equation, [ids_of(atom) for atom in equation.invars])
+            name = primitive_name(equation)
+            if name not in ELEMENTWISE or len(equation.outvars) != 1:
+                operands = [ids_of(atom) for atom in equation.invars]
+                if name in WITH_JAXPRS:
+                    results = self.eval_equation(equation, operands)
+                else:
+                    results = self.eval_primitive(name, equation, operands)
                 ids_by_var.update(zip(map(id, equation.outvars), results, strict=False))
                 continue
             # A fast path for most equations: the operands have the dimensions of the result, or are scalars.
