@@ -382,6 +382,27 @@ def test_equal_operations_have_equal_parameters() -> None:
         assert not of.is_same_operation(first, other)
 
 
+def test_equal_operations_have_equal_keys() -> None:
+    matrix, wide = np.ones((2, 2), np.float32), np.ones((2, 3), np.float32)
+    programs: list[tuple[Any, ...]] = [
+        (lax.dot, matrix, matrix),
+        (lax.dot, matrix, wide),
+        (lax.dot, matrix, matrix.astype('float16')),
+        (lambda x: lax.transpose(x, (1, 0)), matrix),
+        (lambda x: lax.transpose(x, (1, 0)), wide),
+        (lambda x: lax.reduce_sum(x, (0,)), matrix),
+        (lambda x: lax.reduce_max(x, (0,)), matrix),
+    ]
+
+    def keys() -> list[Any]:
+        jaxprs = [jax.make_jaxpr(fun)(*args) for fun, *args in programs]
+        return [of.operation_key(equation) for jaxpr in jaxprs for equation in of.all_equations(jaxpr)]
+
+    with contract('gives equal operations equal parameters', 'to find a strategy once for all layers'):
+        assert keys() == keys()
+        assert len({*keys()}) == len(programs)
+
+
 def test_transformations_are_in_the_name_stack() -> None:
     def loss(x: Any) -> Any:
         with jax.named_scope('layer'):
