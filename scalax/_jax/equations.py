@@ -438,8 +438,17 @@ def permutation(equation: Any) -> Sequence[int]:
 
 
 def permutes_elements(equation: Any) -> bool:
-    """Returns whether a `reshape` also permutes its elements. Relies on *dimensions* not being None then."""
-    return equation.params.get('dimensions') is not None
+    """Returns whether a `reshape` also permutes its elements."""
+    return merging_order(equation) is not None
+
+
+def merging_order(equation: Any) -> Sequence[int] | None:
+    """Returns the order in which a `reshape` reads the dimensions of its operand; None if it keeps their order.
+
+    ``jax.vmap`` of a convolution writes such a reshape. Relies on *dimensions*.
+    """
+    dimensions = equation.params.get('dimensions')
+    return None if dimensions is None else [*map(int, dimensions)]
 
 
 def is_left_side(equation: Any) -> bool:
@@ -482,6 +491,18 @@ def conv_dims(equation: Any) -> Any:
 def conv_groups(equation: Any) -> tuple[int, int]:
     """Returns the numbers of feature groups and of batch groups of `conv_general_dilated`."""
     return equation.params['feature_group_count'], equation.params['batch_group_count']
+
+
+def conv_group_dims(equation: Any) -> tuple[int, int, int] | None:
+    """Returns the dimensions of the images, the kernel and the result that consist of groups, from major to minor.
+
+    Returns None if a convolution has one group.
+    """
+    numbers, (feature_groups, batch_groups) = conv_dims(equation), conv_groups(equation)
+    if feature_groups == batch_groups == 1:
+        return None
+    image_dim = numbers.lhs_spec[1 if feature_groups > 1 else 0]
+    return image_dim, numbers.rhs_spec[0], numbers.out_spec[1]
 
 
 def conv_windows(equation: Any) -> Iterator[tuple[int, tuple[int, int], int, int]]:

@@ -225,7 +225,7 @@ def with_new_results(equation: Any) -> Any:
 # The parameters for sizes of the result, and for sizes of the first operand.
 _RESULT_SIZE_PARAMS = {'reshape': 'new_sizes', 'broadcast_in_dim': 'shape', 'iota': 'shape'}
 _OPERAND_SIZE_PARAMS = {'slice': 'limit_indices', 'dynamic_slice': 'slice_sizes', 'gather': 'slice_sizes'}
-OPS_WITH_SIZES = _RESULT_SIZE_PARAMS.keys() | _OPERAND_SIZE_PARAMS.keys()
+OPS_WITH_SIZES = _RESULT_SIZE_PARAMS.keys() | _OPERAND_SIZE_PARAMS.keys() | {'conv_general_dilated'}
 
 
 def resized_params(
@@ -234,7 +234,8 @@ def resized_params(
     """Returns the parameters of an equation that differ for other shapes, such as those of local shards.
 
     Relies on `_RESULT_SIZE_PARAMS` and `_OPERAND_SIZE_PARAMS` being complete for primitives of arrays. A
-    `gather` takes single elements along dimensions that its indices also have.
+    `gather` takes single elements along dimensions that its indices also have. The groups of a convolution are
+    sharded with the features, or the examples, of its first operand.
 
     Args:
         equation: the equation.
@@ -244,11 +245,24 @@ def resized_params(
     name = equation.primitive.name
     if name in _RESULT_SIZE_PARAMS:
         return {_RESULT_SIZE_PARAMS[name]: tuple(results[0])}
+    if name == 'conv_general_dilated':
+        return _conv_groups(equation, operands[0])
     if name in _OPERAND_SIZE_PARAMS:
         param = _OPERAND_SIZE_PARAMS[name]
         sizes = zip(equation.params[param], shape_of(equation.invars[0]), operands[0], strict=True)
         return {param: tuple([new if size == full else size for size, full, new in sizes])}
     return {}
+
+
+def _conv_groups(equation: Any, images: Sequence[int]) -> dict[str, int]:
+    """Returns the numbers of groups of a convolution of local images that differ from the global ones."""
+    batch_dim, feature_dim = equation.params['dimension_numbers'].lhs_spec[:2]
+    groups = {}
+    for param, dim in (('feature_group_count', feature_dim), ('batch_group_count', batch_dim)):
+        count, size = equation.params[param], shape_of(equation.invars[0])[dim]
+        if count > 1 and images[dim] != size:
+            groups[param] = count * images[dim] // size
+    return groups
 
 
 def with_jaxprs(equation: Any, *jaxprs: Any) -> Any:

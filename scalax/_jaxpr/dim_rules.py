@@ -155,10 +155,16 @@ Groups = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
 def reshape_groups(equation: Any) -> Groups:
-    """Returns the groups of dimensions that a `reshape` merges and splits, without dimensions of size 1."""
-    if equations.permutes_elements(equation):
-        return ()
-    return _reshape_shapes(shape_of(equation.invars[0]), shape_of(equation.outvars[0]))
+    """Returns the groups of dimensions that a `reshape` merges and splits, without dimensions of size 1.
+
+    The old dimensions of a group are in the order in which they are merged.
+    """
+    old, new = shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+    order = equations.merging_order(equation)
+    if order is None:
+        return _reshape_shapes(old, new)
+    groups = _reshape_shapes(tuple([old[dim] for dim in order]), new)
+    return [([order[i] for i in old_dims], new_dims) for old_dims, new_dims in groups]
 
 
 @functools.lru_cache(maxsize=4096)

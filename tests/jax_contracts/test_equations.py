@@ -95,6 +95,7 @@ CASES: dict[tuple[Any, str], tuple[tuple[Any, ...], Any]] = {
     (lambda eqn: of.conv_dims(eqn).rhs_spec, 'conv_general_dilated'): (CONV, (3, 2, 0, 1)),
     (lambda eqn: of.conv_dims(eqn).out_spec, 'conv_general_dilated'): (CONV, (0, 3, 1, 2)),
     (of.conv_groups, 'conv_general_dilated'): (CONV, (1, 1)),
+    (of.conv_group_dims, 'conv_general_dilated'): (CONV, None),
     (of.conv_windows, 'conv_general_dilated'): (CONV, ((1, (0, 1), 1, 2), (2, (2, 3), 1, 2))),
     (lambda eqn: of.gather_dims(eqn).offset_dims, 'gather'): (GATHER, (1, 2)),
     (lambda eqn: of.gather_dims(eqn).collapsed_slice_dims, 'gather'): (GATHER, (0,)),
@@ -200,15 +201,15 @@ def test_parameters_of_primitives_that_not_every_version_has(name: str) -> None:
 
 
 def test_a_reshape_that_reads_its_operand_in_another_order() -> None:
-    with contract('says of lax.reshape whether it has *dimensions*', 'to follow no rows through such a one'):
+    with contract('says of lax.reshape which *dimensions* it reads in turn', 'to follow examples through it'):
         jaxpr = jax.make_jaxpr(lambda x: lax.reshape(x, (24,), dimensions=(2, 0, 1)))(X)
         names = [equation.primitive.name for equation in of.all_equations(jaxpr)]
-        reordered = [
-            of.permutes_elements(equation)
+        orders = [
+            of.merging_order(equation)
             for equation in of.all_equations(jaxpr)
             if equation.primitive.name == 'reshape'
         ]
-        assert reordered == [True] or 'transpose' in names
+        assert orders == [[2, 0, 1]] or 'transpose' in names
 
 
 def test_types_name_host_memory() -> None:

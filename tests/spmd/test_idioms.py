@@ -29,6 +29,24 @@ def pooled(x):
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), 'VALID')
 
 
+def convolved(x, kernel):
+    y = lax.conv_general_dilated(
+        *(x[None], kernel, (1, 1), 'SAME'),
+        dimension_numbers=('NHWC', 'HWIO', 'NHWC'),
+        feature_group_count=x.shape[-1],
+    )
+    return jnp.tanh(y).sum()
+
+
+def adapted(x, kernel):
+    return convolved(x, kernel - 0.1 * jax.grad(convolved, 1)(x, kernel))
+
+
+def clipped(gradients):
+    norms = jnp.sqrt((gradients**2).sum((1, 2, 3, 4), keepdims=True))
+    return (gradients / jnp.maximum(1.0, norms)).sum(0)
+
+
 @jax.custom_batching.custom_vmap
 def own_vmap(x):
     return jnp.sort(x, -1)
@@ -64,6 +82,11 @@ APART = {
         lambda f, y: lax.fori_loop(0, 5, lambda _, y: y - 0.1 * f(y), y),
         lambda g, y: y / g(jnp.ones_like(y)),
     ),
+    # Kernels of each example: clipped gradients, and gradient steps
+    'clipped gradient of each kernel': lambda w, x: clipped(
+        jax.vmap(jax.grad(convolved, 1), (0, None))(images(x), w[:3, :3, None, None])
+    ),
+    'adapted kernel': lambda w, x: jax.vmap(adapted, (0, None))(images(x), w[:3, :3, None, None]),
     # Order
     'interpolation': lambda w, x: jnp.interp(x @ w, jnp.linspace(-2, 2, 16), w[0]),
     # Look-ups and updates
@@ -94,6 +117,9 @@ MORE = {
         jax.grad(lambda w, r: jnp.tanh(r @ w).sum()), (None, 0)
     )(w, x),
     'Jacobian of a sum': lambda w, x: jax.jacrev(lambda w: jnp.tanh(x @ w).sum(0))(w).sum((0, 1)),
+    'clipped gradient of each depthwise kernel': lambda w, x: clipped(
+        jax.vmap(jax.grad(convolved, 1), (0, None))(x.reshape(32, 2, 2, 4), w[:3, :3, None, :4])
+    ),
     'tangents': lambda w, x: jax.jvp(lambda x: jnp.tanh(x @ w), (x,), (x,)),
     'complex': lambda w, x: jnp.real((x + 1j * x) @ (w + 0j)),
     'resize': lambda w, x: jax.image.resize(images(x), (32, 8, 8, 1), 'bilinear'),

@@ -25,6 +25,12 @@ def conv(groups=1, padding='SAME', strides=(1, 1)):
     )
 
 
+def conv_in_batch_groups(groups):
+    return lambda x, k: lax.conv_general_dilated(
+        x, k, (1, 1), 'SAME', dimension_numbers=NHWC, batch_group_count=groups
+    )
+
+
 def kernel_gradient(groups):
     """The gradient of a kernel as JAX writes it, with examples contracted."""
 
@@ -96,6 +102,7 @@ CASES = {
     'merge': (lambda x: lax.reshape(x, (32, 3)), (8, 4, 3)),
     'split': (lambda x: lax.reshape(x, (4, 2, 3)), (8, 3)),
     'reshape across': (lambda x: lax.reshape(x, (8, 12)), (12, 8)),
+    'merge in another order': (lambda x: lax.reshape(x, (3, 32), dimensions=(1, 2, 0)), (4, 3, 8)),
     'squeeze': (lambda x: lax.squeeze(x, (1,)), (8, 1, 4)),
     'broadcast': (lambda x: lax.broadcast_in_dim(x, (8, 3, 4), (0, 2)), (8, 4)),
     'expand': (lambda x: lax.broadcast_in_dim(x, (8, 1, 4), (0, 2)), (8, 4)),
@@ -140,6 +147,8 @@ CASES = {
     'gradient of a kernel': (kernel_gradient(1), (8, 4, 4, 8), (8, 4, 4, 8)),
     'gradient of a grouped kernel': (kernel_gradient(4), (8, 4, 4, 8), (8, 4, 4, 8)),
     'gradient of a depthwise kernel': (kernel_gradient(8), (8, 4, 4, 8), (8, 4, 4, 8)),
+    'kernel of each example': (conv(8), (2, 4, 4, 16), (3, 3, 2, 24)),
+    'kernel gradient of each example': (conv_in_batch_groups(8), (16, 4, 4, 2), (3, 3, 2, 24)),
     'gather': (looked_up, (12, 4), ((8, 1), INT)),
     'batched gather': (batched_lookup, (8, 4), ((8, 1), INT)),
     'scatter-add': (added_rows, (12, 4), ((8, 1), INT), (8, 4)),
@@ -287,6 +296,9 @@ EXPECTED = [
     ('grouped conv', (X, W), (X,)),
     ('grouped conv', (REPLICATE, Shard(3, True)), None),
     ('depthwise conv', (X, W), (X,)),
+    ('kernel of each example', (Shard(3), REPLICATE), (Shard(3),)),
+    ('kernel of each example', (REPLICATE, Shard(3)), (Shard(3),)),
+    ('kernel gradient of each example', (X, Shard(3)), (Shard(3),)),
     ('gradient of a kernel', (X, X), (SUM,)),
     ('gradient of a grouped kernel', (X, X), (SUM,)),
     ('gradient of a depthwise kernel', (X, X), (SUM,)),
@@ -316,6 +328,8 @@ EXPECTED = [
     ('triangular_solve on the left', (REPLICATE, Shard(1)), (Shard(1),)),
     ('merge', (X,), (X,)),
     ('split', (X,), (X,)),
+    ('merge in another order', (Shard(2),), (Shard(1),)),
+    ('merge in another order', (X,), (Shard(1),)),
     ('broadcast', (SUM,), None),
     ('expand', (SUM,), (SUM,)),
     ('wider', (SUM,), None),

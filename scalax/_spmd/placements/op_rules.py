@@ -396,6 +396,17 @@ def _gather(op: Op) -> Strategy | None:
     return None
 
 
+def _conv(op: Op) -> Strategy | None:
+    """Shards the groups of a convolution if examples are groups, as under ``jax.vmap`` over its kernels."""
+    equation, groups = op.equation, equations.conv_groups(op.equation)
+    if (dims := equations.conv_group_dims(equation)) is not None and max(groups) % op.blocks == 0:
+        image_dim, kernel_dim, result_dim = dims
+        placements = Shard(image_dim), Shard(kernel_dim)
+        if any(x == y for x, y in zip(op.placements, placements, strict=True)):
+            return Strategy(placements, (Shard(result_dim),))
+    return by_dims(op)
+
+
 def _slice(op: Op) -> Strategy | None:
     """Slices a few elements of a sharded dimension: devices sum the elements that they hold."""
     by_dim_rules, [placement] = by_dims(op), op.placements
@@ -455,6 +466,7 @@ _RULE_TABLE: tuple[tuple[str, Rule], ...] = (
     (' '.join(POINTWISE), _elementwise),
     ('reshape', _reshape),
     ('gather', _gather),
+    ('conv_general_dilated', _conv),
     ('slice', _slice),
     ('ragged_dot_general', _ragged_dot),
     (KERNEL, _kernel),
