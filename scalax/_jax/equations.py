@@ -443,7 +443,7 @@ def permutes_elements(equation: Any) -> bool:
 
 
 def merging_order(equation: Any) -> Sequence[int] | None:
-    """Returns the order in which a `reshape` reads the dimensions of its operand; None if it keeps their order.
+    """Returns the order in which a `reshape` reads the dimensions of its operand; None if it is theirs.
 
     ``jax.vmap`` of a convolution writes such a reshape. Relies on *dimensions*.
     """
@@ -494,7 +494,7 @@ def conv_groups(equation: Any) -> tuple[int, int]:
 
 
 def conv_group_dims(equation: Any) -> tuple[int, int, int] | None:
-    """Returns the dimensions of the images, the kernel and the result that consist of groups, from major to minor.
+    """Returns the dimensions of the images, the kernel and the result that are split into groups.
 
     Returns None if a convolution has one group.
     """

@@ -234,8 +234,8 @@ def resized_params(
     """Returns the parameters of an equation that differ for other shapes, such as those of local shards.
 
     Relies on `_RESULT_SIZE_PARAMS` and `_OPERAND_SIZE_PARAMS` being complete for primitives of arrays. A
-    `gather` takes single elements along dimensions that its indices also have. The groups of a convolution are
-    sharded with the features, or the examples, of its first operand.
+    `gather` takes single elements along dimensions that its indices also have. The groups of a convolution
+    are sharded with the features, or the examples, of its first operand.
 
     Args:
         equation: the equation.

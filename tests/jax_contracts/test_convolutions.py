@@ -1,5 +1,8 @@
 """Tests that `xla_workarounds/grouped_convolutions` corrects gradients of grouped convolutions."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,3 +66,32 @@ def test_xla_mixes_up_the_channels_of_a_grouped_convolution_laid_out_unlike_its_
         assert not np.allclose(jax.jit(depthwise)(split, x), expected, rtol=1e-2, atol=1e-2)
     with contract('keeps them where the result is transposed', 'to work around it', library='jaxlib'):
         np.testing.assert_allclose(jax.jit(corrected)(split, x), expected, rtol=1e-4, atol=1e-4)
+
+
+_SHARDED_CHANNELS = """
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec as P
+
+jax.config.update('jax_num_cpu_devices', 8)
+mesh = jax.make_mesh((4, 2), ('x', 'y'), axis_types=(AxisType.Auto,) * 2)
+numbers = jax.lax.ConvDimensionNumbers((3, 0, 1, 2), (3, 0, 1, 2), (2, 3, 0, 1))
+
+def gradient(images, cotangent):
+    result = jax.lax.conv_general_dilated(
+        images, cotangent, (1, 1), [(1, 1)] * 2, dimension_numbers=numbers, batch_group_count=4
+    )
+    return jax.lax.with_sharding_constraint(result, P(None, None, 'y'))
+
+x = jnp.ones((16, 6, 6, 8))
+with jax.set_mesh(mesh):
+    specs = {'in_specs': P('x'), 'out_specs': P(), 'axis_names': {'x'}, 'check_vma': False}
+    jax.jit(jax.shard_map(gradient, **specs)).lower(x, x).compile()
+"""
+
+
+@pytest.mark.medium
+def test_xla_aborts_if_it_shards_the_channels_of_groups() -> None:
+    """If this fails, XLA has fixed the bug, and `_constrain_batch_groups` can be removed."""
+    done = subprocess.run([sys.executable, '-c', _SHARDED_CHANNELS], capture_output=True, text=True)
+    with contract('aborts the process', 'to constrain these gradients', library='jaxlib'):
+        assert done.returncode != 0 and 'ShapeUtil::Compatible' in done.stderr

@@ -137,7 +137,7 @@ EXPECTED = {
     'depthwise': fsdp(
         [
             ('up', {'dot_general': 4}, 2),
-            ('conv', {'conv_general_dilated': 4, 'reshape': 2}, 2),
+            ('conv', {'conv_general_dilated': 6}, 2),
             ('down', {'dot_general': 4}, 2),
         ]
     ),

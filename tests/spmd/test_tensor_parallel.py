@@ -342,3 +342,18 @@ def test_indivisible_heads_stay_replicated():
     )
     assert P(None, None, None, None) in constraints(step)
     assert_equal(run(), grouped(w, cache, x))
+
+
+def test_kernel_whose_groups_have_channels_over_tp():
+    """Without a constraint on its gradient, XLA aborts the process."""
+
+    def step(w, x):
+        def loss(w):
+            options = {'dimension_numbers': ('NHWC', 'HWIO', 'NHWC'), 'feature_group_count': 4}
+            return jnp.mean(jnp.tanh(lax.conv_general_dilated(x, w, (1, 1), 'SAME', **options)) ** 2)
+
+        return w - jax.grad(loss)(w)
+
+    w, x, spec = array(3, 3, 2, 8), array(16, 6, 6, 8), P(None, None, 'tp', 'fsdp')
+    _, run = partitioned(step, w, x, TP, specs=[spec], result_specs=[spec])
+    assert_equal(run(), step(w, x))
