@@ -404,7 +404,7 @@ class _JaxprPartitioner(JaxprEditor):
         """
         if name != 'conv_general_dilated' or not self.context.auto.sizes or conv_groups(equation)[1] == 1:
             return
-        spec = [PartitionSpec.UNCONSTRAINED] * len(outputs[0].shape)
+        spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * len(outputs[0].shape)
         spec[conv_dims(equation).out_spec[0]] = None
         outputs[0].atom = self.constrain_auto(PartitionSpec(*spec), outputs[0].atom, equation)
 
