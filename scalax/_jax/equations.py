@@ -408,6 +408,16 @@ def acts_along(equation: Any, dim: int) -> bool:
     return dim == params['axis'] if 'axis' in params else dim in params['dimensions']
 
 
+def moves_contiguous_parts(equation: Any) -> bool:
+    """Returns whether a `slice` has no strides, and a `pad` nothing between the elements.
+
+    `associative_scan` has such slices and pads in each of its steps. Relies on *strides* being None if all are
+    1, and on *padding_config*.
+    """
+    strides, padding = equation.params.get('strides'), equation.params.get('padding_config', ())
+    return all(stride == 1 for stride in strides or ()) and all(between == 0 for _, _, between in padding)
+
+
 def count_sort_keys(equation: Any) -> int:
     """Returns how many operands of a `sort`, the first ones, are its keys. Relies on *num_keys*."""
     return equation.params['num_keys']

@@ -108,6 +108,18 @@ CASES: dict[tuple[Any, str], tuple[tuple[Any, ...], Any]] = {
         (lambda x: lax.slice(x, (1, 0), (4, 3)), np.ones((5, 3))),
         [(1, 4, 1), (0, 3, 1)],
     ),
+    (of.moves_contiguous_parts, 'slice'): (
+        (lambda x: lax.slice(x, (1, 0), (4, 3), (2, 1)), np.ones((5, 3))),
+        False,
+    ),
+    (lambda eqn: of.moves_contiguous_parts(eqn), 'slice'): (
+        (lambda x: lax.slice(x, (1, 0), (4, 3)), np.ones((5, 3))),
+        True,
+    ),
+    (of.moves_contiguous_parts, 'pad'): (
+        (lambda x: lax.pad(x, np.float32(0), [(0, 0, 1), (0, 0, 0), (0, 0, 0)]), X),
+        False,
+    ),
     (of.bounds_mode, 'gather'): (
         (lambda x, i: x.at[i].get(mode='clip'), X, INDICES[:, 0]),
         lax.GatherScatterMode.CLIP,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from scalax._jax.equations import all_equations
 from scalax.custom_op import sharded_op
 from tests.support.partitioned import FSDP, TP, assert_equal, partitioned
 
@@ -257,3 +258,32 @@ def test_operations_that_mix_examples_are_reported(name):
     fun, operations = MIXED[name]
     step, _ = partitioned(fun, W, X)
     assert {primitive for primitive, _ in exchanged(step)} == operations
+
+
+def pairs(w, x):
+    """The loss of preferred and other answers, which the model takes in one batch, as DPO does."""
+    scores = jnp.tanh(jnp.concatenate([x, x + 1]) @ w).sum(1)
+    return -jax.nn.log_sigmoid(scores[:32] - scores[32:])
+
+
+# Programs that move examples, and the rows of their matmuls on each of 8 devices.
+REARRANGED = {
+    'pairs': (pairs, {8}),
+    'two views': (lambda w, x: jnp.split(jnp.concatenate([x, x + 1]) @ w, 2), {8}),
+    'halves': (lambda w, x: (x[:16] - x[16:]) @ w, {2}),
+    'reversed': (lambda w, x: (x + x[::-1]) @ w, {4}),
+    'padded': (lambda w, x: jnp.pad(x, ((8, 0), (0, 0))) @ w, {5}),
+    'padded unevenly': (lambda w, x: jnp.pad(x, ((1, 0), (0, 0))) @ w, {33}),
+}
+
+
+def test_rearranged_examples_have_the_values_of_one_device():
+    check(together({name: fun for name, (fun, _) in REARRANGED.items()}), FSDP)
+
+
+@pytest.mark.parametrize('name', REARRANGED)
+def test_devices_compute_their_blocks_of_rearranged_examples(name):
+    fun, rows = REARRANGED[name]
+    step, _ = partitioned(fun, W, X)
+    matmuls = [x for x in all_equations(step.jaxpr) if x.primitive.name == 'dot_general']
+    assert {x.outvars[0].aval.shape[0] for x in matmuls} == rows

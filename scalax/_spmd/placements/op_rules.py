@@ -410,10 +410,28 @@ def _conv(op: Op) -> Strategy | None:
 def _slice(op: Op) -> Strategy | None:
     """Slices a few elements of a sharded dimension: devices sum the elements that they hold."""
     by_dim_rules, [placement] = by_dims(op), op.placements
-    if by_dim_rules is not None or op.is_microbatched or not is_small_slice(op.equation):
+    if by_dim_rules is not None or op.is_microbatched:
         return by_dim_rules
+    if not is_small_slice(op.equation):
+        return _rearrange(op)
     is_state = isinstance(placement, Shard) and placement.is_state
     return Strategy((placement,), (SUM,), None if is_state else (REPLICATE,))
+
+
+def _rearrange(op: Op) -> Strategy | None:
+    """Concatenates, splits, pads or reverses examples: gathers them, and shards the results again.
+
+    All devices do this, but each computes what follows for its block of the results alone.
+    """
+    if (by_dim_rules := by_dims(op)) is not None or op.is_microbatched:
+        return by_dim_rules
+    dims = {x.dim for x in op.placements if shards_examples(x)}
+    if len(dims) != 1 or not equations.moves_contiguous_parts(op.equation):
+        return None
+    [dim], results = dims, op.equation.outvars
+    sizes = [shape_of(var)[dim] for var in results]
+    final = tuple([Shard(dim) if size and size % op.blocks == 0 else REPLICATE for size in sizes])
+    return Strategy((REPLICATE,) * len(op.placements), (REPLICATE,) * len(results), final)
 
 
 def _ragged_dot(op: Op) -> Strategy | None:
@@ -468,6 +486,7 @@ _RULE_TABLE: tuple[tuple[str, Rule], ...] = (
     ('gather', _gather),
     ('conv_general_dilated', _conv),
     ('slice', _slice),
+    ('concatenate split pad rev', _rearrange),
     ('ragged_dot_general', _ragged_dot),
     (KERNEL, _kernel),
     (' '.join(ATTENTION), _attention),
