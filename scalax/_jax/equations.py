@@ -411,8 +411,8 @@ def acts_along(equation: Any, dim: int) -> bool:
 def moves_contiguous_parts(equation: Any) -> bool:
     """Returns whether a `slice` has no strides, and a `pad` nothing between the elements.
 
-    `associative_scan` has such slices and pads in each of its steps. Relies on *strides* being None if all are
-    1, and on *padding_config*.
+    `associative_scan` has such slices and pads in each of its steps. Relies on *strides* being None if all
+    are 1, and on *padding_config*.
     """
     strides, padding = equation.params.get('strides'), equation.params.get('padding_config', ())
     return all(stride == 1 for stride in strides or ()) and all(between == 0 for _, _, between in padding)
