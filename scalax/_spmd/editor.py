@@ -15,6 +15,7 @@ from scalax._jax.manual_axes import is_backward
 from scalax._jax.rewriting import constants_of
 from scalax._jax.tracing import memory_space
 from scalax._spmd.context import PartitionContext
+from scalax._spmd.operations.kernel_gradients import kernel_gradient_spec
 from scalax._spmd.placements.collectives import Collective
 from scalax._spmd.placements.placement import (
     Placements,
@@ -221,8 +222,11 @@ class EditorBase:
         return written.outvars[0]
 
     def constrain_result(self, equation: Any, value: Value) -> None:
-        """Constrains the first result of an equation along the Auto axes if `result_specs` has a spec."""
-        if (spec := self.result_specs.get(id(equation))) is not None:
+        """Constrains the first result of an equation along the Auto axes if it has a spec there."""
+        spec = self.result_specs.get(id(equation))
+        if spec is None and self.context.auto.sizes:
+            spec = kernel_gradient_spec(equation)
+        if spec is not None:
             value.atom = self.constrain_auto(spec, value.atom, equation)
 
     def apart(self, name: str, atoms: Sequence[Any]) -> Sequence[Any]:

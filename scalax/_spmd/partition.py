@@ -10,15 +10,11 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jax.sharding import PartitionSpec
-
 from scalax._jax.equations import (
     ANNOTATED_CALLS,
     CALLS,
     RUN_ONCE,
     SHARDING_PARAMS,
-    conv_dims,
-    conv_groups,
     has_effects,
     inner_jaxprs,
     open_jaxpr,
@@ -256,7 +252,6 @@ class _JaxprPartitioner(JaxprEditor):
                     self.code, equation, [*map(shape_of, atoms)], [*map(shape_of, new_vars)]
                 )
             self.eqns.append(self.code.localize(equation, self.apart(name, atoms), new_vars, **params))
-            self._constrain_batch_groups(name, equation, outputs)
         self.constrain_result(equation, outputs[0])
         self._propagate_properties(name, equation, values, outputs)
         if name in NARROW and outputs[0].is_state:
@@ -384,7 +379,8 @@ class _JaxprPartitioner(JaxprEditor):
                 shapes = [*map(shape_of, equation.invars)], [*map(shape_of, equation.outvars)]
                 params = kernel_params(self.code, equation, *shapes)
             self.eqns.append(self.code.localize(equation, self.apart(name, atoms), new_vars, **params))
-            self._constrain_batch_groups(name, equation, outputs)
+            if name == 'conv_general_dilated':
+                self.constrain_result(equation, outputs[0])
         self._propagate_properties(name, equation, values, outputs)
         if not is_computed_by_block(equation) or context.keeps_replicated:
             return
@@ -396,17 +392,6 @@ class _JaxprPartitioner(JaxprEditor):
             output.atom = block
             output.set_placements(target)
             output.add_version((context.replicated, False), entire_atom)
-
-    def _constrain_batch_groups(self, name: str, equation: Any, outputs: Sequence[Value]) -> None:
-        """Leaves a dimension of the gradient of a grouped kernel unsharded along the Auto axes.
-
-        XLA aborts the process if it shards the channels of a group.
-        """
-        if name != 'conv_general_dilated' or not self.context.auto.sizes or conv_groups(equation)[1] == 1:
-            return
-        spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * len(outputs[0].shape)
-        spec[conv_dims(equation).out_spec[0]] = None
-        outputs[0].atom = self.constrain_auto(PartitionSpec(*spec), outputs[0].atom, equation)
 
     def _propagate_properties(
         self, name: str, equation: Any, values: Sequence[Value], outputs: Sequence[Value]

@@ -91,7 +91,7 @@ with jax.set_mesh(mesh):
 
 @pytest.mark.medium
 def test_xla_aborts_if_it_shards_the_channels_of_groups() -> None:
-    """If this fails, XLA has fixed the bug, and `_constrain_batch_groups` can be removed."""
+    """If this fails, XLA has fixed the bug, and `kernel_gradient_spec` can be removed."""
     done = subprocess.run([sys.executable, '-c', _SHARDED_CHANNELS], capture_output=True, text=True)
     with contract('aborts the process', 'to constrain these gradients', library='jaxlib'):
         assert done.returncode != 0 and 'ShapeUtil::Compatible' in done.stderr
