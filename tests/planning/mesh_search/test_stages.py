@@ -161,7 +161,7 @@ def test_8b_on_tpus(topology, slices, tokens, least, most):
         constraints=lambda sizes: {sizes['stage'], sizes['data']} == {1, slices} and sizes['tp'] == 4,
         num_slices=slices,
         dcn_axis=['stage', 'data'],
-        pipeline=Pipeline('stage', 4 * slices, fsdp_gather='step'),
+        pipelines=Pipeline('stage', 4 * slices, fsdp_gather='step'),
         full=0,
     )
     without, pipeline = means(result)
@@ -178,7 +178,7 @@ def test_8b_on_nodes_of_gpus(cards, least, most):
         'h100:4x8',
         ['stage', 'data', 'fsdp', 'tp'],
         constraints=lambda sizes: {sizes['stage'], sizes['data']} == {1, 4} and sizes['tp'] == 8,
-        pipeline=Pipeline('stage', 16),
+        pipelines=Pipeline('stage', 16),
         hardware=dataclasses.replace(HARDWARE['h100'], dcn_bytes_per_second=cards * 5e10),
     )
     without, pipeline = means(result)
