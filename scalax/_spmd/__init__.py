@@ -38,7 +38,8 @@ XLA would otherwise compute the loss after it and hold the logits until then. Th
 no loop of the backward pass uses are reduced before the first of these loops.
 
 Other mesh axes stay Auto inside. A collective on a value that they shard is a nested `shard_map` over them,
-because XLA would first gather the value along them.
+because XLA would first gather the value along them. If they come first in a dimension, as in
+``P(('tp', 'fsdp'))``, the shards over batch axes are parts of theirs (`Shard.outer_axes`).
 
 Mistakes. An unsupported step raises `CannotPartition`. After that, or after any other exception in this
 package, the step runs as `jax.jit` runs it, with a `PartitioningWarning` that names the line.

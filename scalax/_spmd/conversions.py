@@ -239,7 +239,7 @@ class JaxprEditor(EditorBase):
 
         The producer of the value computes the block alone if it can; otherwise, the block is sliced.
         """
-        if value.producer is None or has_partial(target):
+        if value.producer is None or has_partial(target) or _has_outer_axes(target):
             entire_atom = value.versions.get((self.context.replicated, False), value.atom)
             atom = self._exchange(value, entire_atom, self.context.replicated, target, equation)
             if value.argument is not None and not has_partial(target):
@@ -364,6 +364,11 @@ def _reshaped(shape: tuple[int, ...]) -> Callable[[Any], Any]:
 
 NEEDS_ALL_MICROBATCHES = 'it needs more than one microbatch at a time'
 """The reason why an equation of a pipelined layer cannot run on one microbatch at a time."""
+
+
+def _has_outer_axes(placements: Sequence[Placement]) -> bool:
+    """Whether shards over Auto axes contain any of the shards."""
+    return any(isinstance(x, Shard) and x.outer_axes for x in placements)
 
 
 def has_partial(placements: Sequence[Placement]) -> bool:

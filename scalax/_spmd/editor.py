@@ -27,7 +27,6 @@ from scalax._spmd.values import (
     Argument,
     CannotPartition,
     PartitionedJaxpr,
-    ShardMapBlocks,
     Value,
 )
 
@@ -61,7 +60,6 @@ class EditorBase:
             local sort), by equation id.
         local_group_sizes: the sizes of each device's groups, by the id of the grouped matmul.
         result_specs: the specs along the Auto axes to which results are constrained, by equation id.
-        shard_map_blocks: results of `shard_map` before their blocks are joined, by variable id.
         unmerged: results of kernels with merged dimensions apart, by the id of the merged variable.
         reordered_stacks: stacks of layers in the order of a pipeline's stages, by variable id.
     """
@@ -89,7 +87,6 @@ class EditorBase:
         self.reordered_stacks: dict[Any, Any] = {}
         self.result_specs: dict[int, PartitionSpec] = {}
         self.unmerged: dict[int, Any] = {}
-        self.shard_map_blocks: dict[int, ShardMapBlocks] = {}
         self._microbatch_index: Any = None
         self._sliced: dict[int, tuple[Placements, list[Any]]] = {}
         self.uses = Uses(inner)

@@ -233,8 +233,7 @@ class _JaxprPartitioner(JaxprEditor):
         outputs = [self.define(var, x) for var, x in zip(equation.outvars, results, strict=True)]
         new_vars = [output.atom for output in outputs]
         if name in _ROW_INDEXED and (indexed_rows := self._indexed_rows(equation, operands[0])):
-            dim, block_axes = indexed_rows
-            function, key = local_lookup(equation, dim, block_axes, [*map(shape_of, atoms)])
+            function, key = local_lookup(equation, *indexed_rows, [*map(shape_of, atoms)])
             self.eqns.append(with_results(self.code.equation(function, key, equation, atoms), new_vars))
         elif name in OPAQUE and self.context.auto.sizes:
             write_opaque(self, equation, atoms, new_vars)
@@ -304,12 +303,16 @@ class _JaxprPartitioner(JaxprEditor):
                 dims.setdefault(source.dim, []).append(axis)
         return dims
 
-    def _indexed_rows(self, equation: Any, placements: Placements) -> tuple[int, list[str]] | None:
-        """Returns the indexed dimension of a table and the axes that shard it; None if it is unsharded."""
+    def _indexed_rows(self, equation: Any, placements: Placements) -> tuple[int, list[str], int] | None:
+        """Returns the indexed dimension of a table, the axes that shard it, and the number of outer blocks.
+
+        Returns None if it is unsharded.
+        """
         for placement in placements:
             if isinstance(placement, Shard) and is_indexed(equation, placement.dim):
                 axes = [axis for axis, x in zip(self.context.axes, placements, strict=True) if x == placement]
-                return placement.dim, axes
+                outer_sizes = [self.context.auto.sizes[axis] for axis in placement.outer_axes]
+                return placement.dim, axes, math.prod(outer_sizes)
         return None
 
     def _choose_strategies(self, name: str, equation: Any, values: Sequence[Value]) -> list[Strategy]:

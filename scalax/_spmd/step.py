@@ -15,6 +15,7 @@ from scalax._jax.rewriting import bind_as_jit
 from scalax._spmd.options import DEFAULT, BatchPartitioning
 from scalax._spmd.partition import Partitioner
 from scalax._spmd.placements.auto_shardings import NO_AXES, AutoDims, AutoShardings, auto_dims, auto_spec
+from scalax._spmd.placements.axis_orders import AxisOrder, axis_order, in_other_order, with_outer_axes
 from scalax._spmd.placements.collectives import Collective
 from scalax._spmd.placements.layouts import Layout, state_placement
 from scalax._spmd.placements.placement import REPLICATE, Partial, Placements, spec_of
@@ -72,6 +73,8 @@ class PartitionedStep(NamedTuple):
         auto_axes: the other mesh axes, which stay Auto inside.
         auto_specs: the specs of its results along the Auto axes; None where the compiler decides.
         batch: which arguments hold examples.
+        in_orders: the axes of each argument whose shards over batch axes are parts of shards over Auto axes.
+        out_orders: the same of each result.
     """
 
     jaxpr: Any
@@ -82,6 +85,8 @@ class PartitionedStep(NamedTuple):
     auto_axes: frozenset[str] = frozenset()
     auto_specs: tuple[PartitionSpec | None, ...] = ()
     batch: tuple[bool, ...] = ()
+    in_orders: tuple[AxisOrder, ...] = ()
+    out_orders: tuple[AxisOrder, ...] = ()
 
     @property
     def redundancy(self) -> Redundancy:
@@ -131,7 +136,7 @@ def partition_step(
     """
     axes = tuple([axis for axis in batch_axes if mesh.shape[axis] > 1])
     invars, outvars = open_jaxpr(jaxpr).invars, open_jaxpr(jaxpr).outvars
-    layouts = _LayoutReader(mesh, axes)
+    layouts = _LayoutReader(mesh, axes, has_outer_axes=find_pipelines is None)
     auto_sizes = layouts.auto_sizes
     argument_infos = [
         Argument(
@@ -200,6 +205,8 @@ def partition_step(
         frozenset(auto_sizes),
         tuple([layouts.auto_spec(result.spec, var) for result, var in zip(results, outvars, strict=True)]),
         tuple([argument.is_batch for argument in arguments]),
+        tuple([axis_order(info.placements, axes) for info in argument_infos]),
+        tuple([axis_order(placements, axes) for placements in partitioned.placements]),
     )
 
 
@@ -209,13 +216,15 @@ class _LayoutReader:
     Args:
         mesh: the mesh.
         axes: the mesh axes of the batch.
+        has_outer_axes: whether shards over batch axes may be parts of shards over other axes.
 
     Attributes:
         auto_sizes: the other mesh axes and their sizes.
     """
 
-    def __init__(self, mesh: AbstractMesh, axes: Sequence[str]) -> None:
+    def __init__(self, mesh: AbstractMesh, axes: Sequence[str], *, has_outer_axes: bool) -> None:
         self.auto_sizes = {axis: size for axis, size in mesh.shape.items() if axis not in axes and size > 1}
+        self._has_outer_axes = has_outer_axes
         self._sizes = {axis: mesh.shape[axis] for axis in axes}
         # Many leaves have equal specs and shapes.
         self._cached_placements = functools.cache(self._placements)
@@ -245,7 +254,12 @@ class _LayoutReader:
     def _placements(self, spec: PartitionSpec | None, shape: tuple[int, ...], is_state: bool) -> Placements:
         unspecified = replicated(len(self._sizes))
         placements = placements_of_spec(spec or PartitionSpec(), self._sizes, unspecified, shape)
-        return tuple(map(state_placement, placements)) if is_state else placements
+        if not is_state:
+            return placements
+        placements = tuple(map(state_placement, placements))
+        if spec is None or not self._has_outer_axes:
+            return placements
+        return with_outer_axes(placements, spec, self._sizes, self.auto_sizes)
 
     def _auto_spec(self, spec: PartitionSpec, rank: int) -> PartitionSpec:
         return auto_spec(spec, rank, self.auto_sizes)
@@ -272,6 +286,11 @@ def run_step(
             for x, spec in zip(results, step.auto_specs, strict=True)
         ]
 
+    # Like the placements, a shard_map has the batch axes before the Auto axes in each dimension.
+    values = [
+        in_other_order(x, order[0], order[1], mesh) if order else x
+        for x, order in zip(values, step.in_orders, strict=True)
+    ]
     mapped = jax.shard_map(
         run_on_device,
         mesh=mesh,
@@ -280,7 +299,10 @@ def run_step(
         axis_names={axis for axis in mesh.axis_names if axis not in step.auto_axes},
         check_vma=False,
     )
-    return mapped(*values)
+    return [
+        in_other_order(x, order[1], order[0], mesh) if order else x
+        for x, order in zip(mapped(*values), step.out_orders, strict=True)
+    ]
 
 
 def _sharding(spec: PartitionSpec | None, mesh: AbstractMesh) -> NamedSharding | None:

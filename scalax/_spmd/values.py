@@ -88,22 +88,6 @@ class PartitionedJaxpr(NamedTuple):
     takes_microbatch_index: bool = False
 
 
-class ShardMapBlocks(NamedTuple):
-    """A result of a `shard_map` before its blocks are joined.
-
-    Attributes:
-        atom: the variable of the blocks in the partitioned jaxpr.
-        manual: the mesh axes of the `shard_map`.
-        spec: its spec.
-        placements: its placements in the body, along the batch axes that the `shard_map` does not map over.
-    """
-
-    atom: Any
-    manual: frozenset[str]
-    spec: Any
-    placements: Placements
-
-
 _NONE: dict[Any, Any] = {}
 
 

@@ -170,13 +170,18 @@ def test_casts_and_transposes_keep_the_blocks():
 )
 @pytest.mark.sampled(2)
 def test_one_dimension_over_both_axes(spec, mesh):
-    _, run = run_momentum(mlp, WEIGHTS, array(8, 8), [spec, spec], mesh)
+    step, run = run_momentum(mlp, WEIGHTS, array(64, 8), [spec, spec], mesh)
     types = (jax.sharding.AxisType.Auto,) * 2
     expected = jax.NamedSharding(jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=types), spec)
     for result in run()[:-1]:
-        if spec == P(('tp', 'fsdp')):  # blocks along fsdp stay contiguous; out_shardings do the rest
-            expected = jax.NamedSharding(expected.mesh, P(('fsdp', 'tp')))
         assert result.sharding.is_equivalent_to(expected, 2), result.sharding
+    if spec == P(('tp', 'fsdp')):  # devices exchange the blocks of their block over tp
+        assert {x for x in exchanged(step) if x[0] != 'psum'} == {
+            ('all_gather', (1, 16), (4, 16), BOTH),
+            ('all_gather', (2, 8), (8, 8), BOTH),
+            ('reduce_scatter', (4, 16), (1, 16), BOTH),
+            ('reduce_scatter', (8, 8), (2, 8), BOTH),
+        }
 
 
 def test_axes_of_size_one():

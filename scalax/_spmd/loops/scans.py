@@ -200,9 +200,9 @@ def _take_little_memory(variables: Sequence[Any]) -> bool:
 
 def _element_placements(placements: Placements) -> Placements:
     """Returns the placements of an element of a stack."""
-    return tuple([Shard(x.dim - 1, x.is_state) if isinstance(x, Shard) else x for x in placements])
+    return tuple([x.at(x.dim - 1) if isinstance(x, Shard) else x for x in placements])
 
 
 def _stacked_placements(placements: Placements) -> Placements:
     """Returns the placements of a stack of elements."""
-    return tuple([Shard(x.dim + 1, x.is_state) if isinstance(x, Shard) else x for x in placements])
+    return tuple([x.at(x.dim + 1) if isinstance(x, Shard) else x for x in placements])

@@ -8,7 +8,7 @@ from typing import Any
 from scalax._jax.equations import loop_of, open_jaxpr, shape_of
 from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.loops.carry_placements import carry_fixpoint
-from scalax._spmd.placements.placement import Placements, Replicate, Shard
+from scalax._spmd.placements.placement import Placements, Replicate, Shard, without_state_mark
 from scalax._spmd.values import Argument, PartitionedJaxpr, Value, is_replicated, without_state
 
 
@@ -85,7 +85,7 @@ def _shard_replicated(carried: Sequence[Placements], test: Placements) -> list[P
     return [
         tuple(
             [
-                Shard(example_placement.dim)
+                without_state_mark(example_placement)
                 if isinstance(placement, Replicate) and isinstance(example_placement, Shard)
                 else placement
                 for placement, example_placement in zip(placements, test, strict=True)

@@ -41,6 +41,7 @@ class _ShardedRows(NamedTuple):
         dim: the dimension of the rows.
         size: the number of rows of all devices.
         axes: the mesh axes that shard the rows.
+        outer_blocks: the number of blocks along the axes whose blocks contain these.
         mode: the mode for indices that are out of bounds.
         slice_sizes: the slice sizes of a `gather`.
         fill_value: the value of a `gather` for indices that are out of bounds.
@@ -50,13 +51,14 @@ class _ShardedRows(NamedTuple):
     dim: int
     size: int
     axes: tuple[str, ...]
+    outer_blocks: int
     mode: Any
     slice_sizes: tuple[int, ...] = ()
     fill_value: Any = None
 
 
 def local_lookup(
-    equation: Any, dim: int, axes: Sequence[str], shapes: Sequence[Sequence[int]]
+    equation: Any, dim: int, axes: Sequence[str], outer_blocks: int, shapes: Sequence[Sequence[int]]
 ) -> tuple[Callable[..., Any], Any]:
     """Returns the function that runs an equation on local rows, and the function's cache key.
 
@@ -64,15 +66,16 @@ def local_lookup(
         equation: a `gather` or a `scatter-add`.
         dim: the dimension of the rows.
         axes: the mesh axes that shard the rows.
+        outer_blocks: the number of blocks along the Auto axes whose blocks contain these.
         shapes: the local shapes of its operands.
     """
     size, mode = shape_of(equation.invars[0])[dim], bounds_mode(equation)
     if primitive_name(equation) == 'gather':
         sizes = resized_params(equation, shapes, [])['slice_sizes']
         numbers, fill = gather_dims(equation), fill_value(equation)
-        table_rows = _ShardedRows(numbers, dim, size, tuple(axes), mode, sizes, fill)
+        table_rows = _ShardedRows(numbers, dim, size, tuple(axes), outer_blocks, mode, sizes, fill)
         return functools.partial(_look_up, table_rows), ('look_up', table_rows)
-    table_rows = _ShardedRows(scatter_dims(equation), dim, size, tuple(axes), mode)
+    table_rows = _ShardedRows(scatter_dims(equation), dim, size, tuple(axes), outer_blocks, mode)
     return functools.partial(_add, table_rows), ('add', table_rows)
 
 
@@ -82,9 +85,16 @@ def _local_indices(table_rows: _ShardedRows, indices: Any, row_count: int) -> tu
         indices = jnp.clip(indices, 0, min(table_rows.size - 1, jnp.iinfo(indices.dtype).max))
     dtype = indices.dtype if indices.dtype.itemsize == 8 else jnp.dtype('int32')
     wide_indices = indices.astype(dtype)
-    local = wide_indices - (jax.lax.axis_index(table_rows.axes) * row_count).astype(dtype)
-    is_local = (local >= 0) & (local < row_count)
-    return local, is_local, (wide_indices < 0) | (wide_indices >= table_rows.size)
+    is_outside = (wide_indices < 0) | (wide_indices >= table_rows.size)
+    block_rows = row_count // table_rows.outer_blocks
+    start = (jax.lax.axis_index(table_rows.axes) * block_rows).astype(dtype)
+    if table_rows.outer_blocks == 1:
+        local = wide_indices - start
+        return local, (local >= 0) & (local < row_count), is_outside
+    outer_rows = table_rows.size // table_rows.outer_blocks
+    local = wide_indices % outer_rows - start
+    is_local = (local >= 0) & (local < block_rows) & ~is_outside
+    return wide_indices // outer_rows * block_rows + local, is_local, is_outside
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -33,8 +33,9 @@ from scalax._spmd.placements.placement import (
     Shard,
     shard_counts,
     shards_examples,
+    without_outer_axes,
 )
-from scalax._spmd.values import Argument, CannotPartition, ShardMapBlocks, Value
+from scalax._spmd.values import Argument, CannotPartition, Value
 
 
 class _ManualAxis(NamedTuple):
@@ -64,7 +65,6 @@ class _Axes(NamedTuple):
         remaining: the indices of the batch axes along which its body is partitioned.
         sizes: the sizes of the batch axes.
         mesh: the sizes of all mesh axes.
-        names: the names of the batch axes.
     """
 
     batch: dict[str, int]
@@ -72,7 +72,6 @@ class _Axes(NamedTuple):
     remaining: list[int]
     sizes: Sequence[int]
     mesh: dict[str, int]
-    names: Sequence[str]
 
     def by_dim(self, spec: PartitionSpec) -> dict[int, _DimAxes]:
         """Returns the manual axes of each dimension that a spec shards."""
@@ -84,69 +83,65 @@ class _Axes(NamedTuple):
                 axes[dim] = tuple([_ManualAxis(name, self.mesh[name], name in self.batch) for name in manual])
         return axes
 
-    def is_in_mesh_order(self, dim_axes: _DimAxes) -> bool:
-        """Returns whether placements can express the order of axes: batch axes in order, then others."""
+    def is_expressible(self, dim_axes: _DimAxes) -> bool:
+        """Returns whether placements have this order of axes: batch axes in order, before or after others."""
         is_batch = [axis.is_batch for axis in dim_axes]
         indices = [self.batch[axis.name] for axis in dim_axes if axis.is_batch]
-        return indices == sorted(indices) and is_batch == sorted(is_batch, reverse=True)
+        is_apart = is_batch in (sorted(is_batch), sorted(is_batch, reverse=True))
+        return indices == sorted(indices) and is_apart
 
     def batch_placements(self, spec: PartitionSpec, *, is_state: bool) -> dict[int, Placement]:
         """Returns the placements along the manual batch axes; replicated if they are in another order."""
         placements: dict[int, Placement] = dict.fromkeys(self.batch.values(), REPLICATE)
         for dim, dim_axes in self.by_dim(spec).items():
-            if self.is_in_mesh_order(dim_axes):
-                placements |= {
-                    self.batch[axis.name]: Shard(dim, is_state) for axis in dim_axes if axis.is_batch
-                }
+            if self.is_expressible(dim_axes):
+                is_nested_first = not dim_axes[0].is_batch
+                outer_axes = tuple([axis.name for axis in dim_axes if is_nested_first and not axis.is_batch])
+                shard = Shard(dim, is_state, outer_axes)
+                placements |= {self.batch[axis.name]: shard for axis in dim_axes if axis.is_batch}
         return placements
 
-    def remaining_placements(
-        self, placements: Placements, spec: PartitionSpec, shape: Sequence[int]
-    ) -> Placements:
-        """Returns placements along the remaining batch axes, with shards inside the shards of manual axes.
+    def in_body(self, placements: Placements, spec: PartitionSpec, shape: Sequence[int]) -> Placements:
+        """Returns the placements in the body along the remaining batch axes.
 
         They are replicated where an axis would have to be the major one, or where shards would be uneven.
 
         Args:
-            placements: the preferred placements along these axes.
+            placements: the preferred placements outside of it, along these axes.
             spec: the spec of the value.
             shape: the shape of the value in the body.
         """
         axes, result = self.by_dim(spec), list[Placement]()
         for i, placement in zip(self.remaining, placements, strict=True):
-            if isinstance(placement, Shard) and (dim_axes := axes.get(placement.dim)):
+            if isinstance(placement, Shard):
+                dim_axes = axes.get(placement.dim, ())
+                nested = tuple([axis.name for axis in dim_axes if not axis.is_batch])
                 is_minor = all(axis.is_batch and self.batch[axis.name] < i for axis in dim_axes)
-                placement = placement if is_minor else REPLICATE
+                if placement.outer_axes == nested and (is_minor or len(nested) == len(dim_axes)):
+                    placement = placement._replace(outer_axes=())
+                else:
+                    placement = REPLICATE
             result.append(placement)
         counts = shard_counts(tuple(result), [self.sizes[i] for i in self.remaining], len(shape))
         uneven = {dim for dim, size in enumerate(shape) if size % counts[dim]}
         return tuple([REPLICATE if isinstance(x, Shard) and x.dim in uneven else x for x in result])
 
-    def body_result(
-        self, placements: Placements, targets: Placements, spec: PartitionSpec
-    ) -> tuple[Placements, dict[int, _DimAxes]]:
-        """Returns the placements in which a result leaves the body, and the axes to join in each dimension.
+    def outside(self, placements: Placements, spec: PartitionSpec) -> Placements:
+        """Returns the placements outside of the body along the remaining batch axes.
 
-        If another `shard_map` uses the result, as the backward pass uses residuals, it can stay in shards of
-        examples inside the shards of other axes.
+        Shards over the manual axes contain the shards in the body, as those of residuals for a backward pass.
 
         Args:
-            placements: its placements in the body, along the remaining batch axes.
-            targets: its placements outside, along the remaining batch axes.
-            spec: its spec.
+            placements: the placements in the body, along these axes.
+            spec: the spec of the value.
         """
-        axes = self.by_dim(spec)
-        joined = {dim: dim_axes for dim, dim_axes in axes.items() if not self.is_in_mesh_order(dim_axes)}
-        result = [*targets]
-        for n, (i, placement, target) in enumerate(zip(self.remaining, placements, targets, strict=True)):
-            if not isinstance(placement, Shard) or placement == target:
-                continue
-            dim_axes = axes.get(placement.dim, ())
-            if dim_axes and not any(axis.is_batch for axis in dim_axes):
-                axis = _ManualAxis(self.names[i], self.mesh[self.names[i]], True)
-                joined[placement.dim] = (*joined.get(placement.dim, dim_axes), axis)
-                result[n] = placement
-        return tuple(result), joined
+        axes, result = self.by_dim(spec), list[Placement]()
+        for placement in placements:
+            if isinstance(placement, Shard):
+                nested = [axis.name for axis in axes.get(placement.dim, ()) if not axis.is_batch]
+                placement = placement._replace(outer_axes=tuple(nested))
+            result.append(placement)
+        return tuple(result)
 
     def all_placements(self, batch: dict[int, Placement], remaining: Placements) -> Placements:
         """Returns the placements along all batch axes."""
@@ -165,12 +160,15 @@ def partition_shard_map(editor: JaxprEditor, equation: Any, values: Sequence[Val
     )
     backward = editor.is_backward(equation)
     inner = partitioner.partition(body, arguments, backward=backward, caller=equation)
-    targets = [
-        axes.remaining_placements(placements, spec, shape_of(var))
+    body_placements = [
+        axes.in_body(axes.outside(placements, spec), spec, shape_of(var))
         for placements, spec, var in zip(inner.placements, specs, body.outvars, strict=True)
     ]
-    body_results = [axes.body_result(*args) for args in zip(inner.placements, targets, specs, strict=True)]
-    body_placements, joins = [x for x, _ in body_results], [x for _, x in body_results]
+    targets = [*map(axes.outside, body_placements, specs)]
+    joins = [
+        {dim: dim_axes for dim, dim_axes in axes.by_dim(spec).items() if not axes.is_expressible(dim_axes)}
+        for spec in specs
+    ]
     if body_placements != [*inner.placements]:
         inner = partitioner.partition(body, arguments, body_placements, backward=backward, caller=equation)
     is_state = not has_examples and any(value.is_state for value in values)
@@ -196,12 +194,9 @@ def partition_shard_map(editor: JaxprEditor, equation: Any, values: Sequence[Val
     editor.include(inner, values)
     for i, (output, block, join) in enumerate(zip(outputs, blocks, joins, strict=True)):
         output.is_zero = inner.zeros[i]
-        if join:  # unused if only other shard_maps use the result, which take its blocks
-            manual = shard_map_manual_axes(equation)
-            editor.shard_map_blocks[id(output.var)] = ShardMapBlocks(
-                block, manual, specs[i], body_placements[i]
-            )
         output.atom = _join_blocks(editor, equation, block, join)
+        if editor.context.pipelines:  # they only know shards that contain the shards of Auto axes
+            editor.convert_in_place(output, tuple(map(without_outer_axes, output.placements)), equation)
 
 
 def _axes_of(editor: JaxprEditor, equation: Any) -> _Axes:
@@ -226,7 +221,6 @@ def _axes_of(editor: JaxprEditor, equation: Any) -> _Axes:
         [i for axis, i in indices.items() if axis not in manual],
         context.sizes,
         mesh,
-        context.axes,
     )
 
 
@@ -239,21 +233,15 @@ def _convert_operands(
         The atoms, the properties of the arguments of the body, and whether any operand has examples.
     """
     atoms, arguments, has_examples = list[Any](), list[Argument](), False
-    manual, [body, *_] = shard_map_manual_axes(equation), shard_map_jaxpr(equation)
+    body, *_ = shard_map_jaxpr(equation)
     for value, spec, var in zip(values, shard_map_in_specs(equation), body.invars, strict=True):
-        blocks = editor.shard_map_blocks.get(id(value.var))
-        if blocks is not None and blocks.manual == manual and blocks.spec == spec:
-            atoms.append(blocks.atom)
-            arguments.append(Argument(blocks.placements))
-            has_examples = True
-            continue
         preferred = tuple([value.placements[i] for i in axes.remaining])
-        remaining = axes.remaining_placements(preferred, spec, shape_of(var))
+        remaining = axes.in_body(preferred, spec, shape_of(var))
         batch_placements = axes.batch_placements(spec, is_state=value.is_state)
-        placements = axes.all_placements(batch_placements, remaining)
+        placements = axes.all_placements(batch_placements, axes.outside(remaining, spec))
         atom = editor.convert(value, placements, equation)
         for dim, dim_axes in axes.by_dim(spec).items():
-            if not axes.is_in_mesh_order(dim_axes):
+            if not axes.is_expressible(dim_axes):
                 atom = editor.emit(*_block_function(dim, dim_axes), equation, [atom])
         atoms.append(atom)
         arguments.append(Argument(remaining, value.origin is not None, value.is_zero))
@@ -292,8 +280,9 @@ def _result_layouts(editor: JaxprEditor, equation: Any, axes: _Axes) -> list[Lay
         layout = editor.context.reduction_layouts.of(var)
         if layout is not None:
             remaining = tuple([layout.placements[i] for i in axes.remaining])
-            fits = axes.remaining_placements(remaining, spec, shape_of(body_var)) == remaining
-            layout = layout._replace(placements=remaining) if fits else None
+            in_body = axes.in_body(remaining, spec, shape_of(body_var))
+            fits = axes.outside(in_body, spec) == remaining
+            layout = layout._replace(placements=in_body) if fits else None
         layouts.append(layout)
     return layouts
 

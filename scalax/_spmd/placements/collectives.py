@@ -141,13 +141,14 @@ class CollectiveWriter:
         is_complex = op.kind == 'reduce_scatter' and jnp.issubdtype(operand.aval.dtype, jnp.complexfloating)
         if is_complex:
             function = _complex_reduce_scatter(*key)
-        if is_key or is_complex or op.kind in ('slice', 'mask'):
+        spec = _spec_along_auto_axes(op, auto, len(shape_of(operand)))
+        is_simple = is_key or is_complex or op.kind in ('slice', 'mask')
+        if is_simple and not (op.outer_axes or op.other_outer_axes):
             return with_results(self._code.equation(function, (*key, is_key), like, operands), [result])
-        spec = _unchanged_spec(op, auto)
         if any(spec):
             # Without the nested shard_map, XLA's partitioner would first gather the value along these axes.
             nested = _along_auto_axes(function, spec)
-            nested_equation = self._code.equation(nested, (*key, spec), like, [operand])
+            nested_equation = self._code.equation(nested, (*key, is_key, spec), like, operands)
             return with_results(with_inner_lines(nested_equation), [result])
         if is_ordered or is_wide:
             return with_results(self._code.equation(function, key, like, [operand]), [result])
@@ -227,15 +228,18 @@ def _in_float32(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return jax.jit(lambda x: function(x.astype('float32')).astype(x.dtype))
 
 
-def _unchanged_spec(op: RedistributeOp, auto_dims: Sequence[Sequence[str]]) -> PartitionSpec:
-    """Returns the spec along the Auto axes of the dimensions that an operation leaves unchanged.
+def _spec_along_auto_axes(op: RedistributeOp, auto_dims: Sequence[Sequence[str]], rank: int) -> PartitionSpec:
+    """Returns the spec along the Auto axes of a value that an operation converts.
 
-    A dimension that it changes is unsharded there: otherwise, one of its two axes would have to be the major.
+    A dimension that it changes is only sharded over the `outer_axes` of its shards: along other axes, one of
+    the two axes would have to be the major.
     """
-    changed = () if op.kind == 'all_reduce' else (op.dim, *[op.other_dim] * (op.kind == 'all_to_all'))
-    return PartitionSpec(
-        *[tuple(axes) if axes and dim not in changed else None for dim, axes in enumerate(auto_dims)]
-    )
+    changed: dict[int, tuple[str, ...]] = {} if op.kind == 'all_reduce' else {op.dim: op.outer_axes}
+    if op.kind == 'all_to_all':
+        changed[op.other_dim] = op.other_outer_axes
+    outer_axes = {axis for axes in changed.values() for axis in axes}
+    unchanged = [tuple(axes) if outer_axes.isdisjoint(axes) else () for axes in auto_dims or [()] * rank]
+    return PartitionSpec(*[changed.get(dim, axes) or None for dim, axes in enumerate(unchanged)])
 
 
 def _along_auto_axes(function: Callable[[Any], Any], spec: PartitionSpec) -> Callable[[Any], Any]:

@@ -56,4 +56,4 @@ def remap_layout(layout: Layout | None, dims: dict[int, int]) -> Layout | None:
 
 def state_placement(placement: Placement) -> Placement:
     """Returns a placement whose shard is marked as state."""
-    return Shard(placement.dim, is_state=True) if isinstance(placement, Shard) else placement
+    return placement._replace(is_state=True) if isinstance(placement, Shard) else placement

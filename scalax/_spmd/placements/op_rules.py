@@ -329,7 +329,7 @@ def _keep_sharded_dim(op: Op, sources: Sources, is_state: bool) -> Strategy | No
         matching = [dim for dim, operand_dims in enumerate(result) if {*operand_dims} == {*sources}]
         if len(matching) != 1 or {shape_of(var)[matching[0]]} != sizes:
             return None
-        results.append(Shard(matching[0], is_state))
+        results.append(Shard(matching[0], is_state, _common_outer_axes(op, sources)))
         if name in _MAY_MIX_ALONG and equations.acts_along(equation, matching[0]):
             return None
     if name in _WRITES_INTO_FIRST and all(i == 0 for i, _ in sources):
@@ -357,11 +357,20 @@ def _operand_placements(op: Op, sources: Sources, is_state: bool) -> list[Placem
     sharded_dims: dict[int, int] = {}
     for i, dim in sources:
         sharded_dims.setdefault(i, dim)
-    operands = list[Placement]()
+    operands, outer_axes = list[Placement](), _common_outer_axes(op, sources)
     for i, atom in enumerate(op.equation.invars):
         size = shape_of(atom)[sharded_dims[i] : sharded_dims[i] + 1] if i in sharded_dims else ()
-        operands.append(Shard(sharded_dims[i], is_state) if size and size != (1,) else REPLICATE)
+        shard = Shard(sharded_dims[i], is_state, outer_axes) if i in sharded_dims else REPLICATE
+        operands.append(shard if size and size != (1,) else REPLICATE)
     return operands
+
+
+def _common_outer_axes(op: Op, sources: Sources) -> tuple[str, ...]:
+    """Returns the outer axes of the shards of dimensions; none if they differ."""
+    outer_axes = {
+        x.outer_axes for i, dim in sources if isinstance(x := op.placements[i], Shard) and x.dim == dim
+    }
+    return outer_axes.pop() if len(outer_axes) == 1 else ()
 
 
 # Rules of primitives that dimension rules do not cover -------------------------------------------------
@@ -374,6 +383,10 @@ def _reshape(op: Op) -> Strategy | None:
     operand_shape, result_shape = shape_of(op.equation.invars[0]), shape_of(op.equation.outvars[0])
     for old_dims, new_dims in reshape_groups(op.equation):
         first_dim, is_state = old_dims[0], placement.is_state
+        if placement.outer_axes:  # the shards of a merged dimension would be others
+            if [*old_dims] == [placement.dim] and len(new_dims) == 1:
+                return Strategy(op.placements, (placement.at(new_dims[0]), *rest))
+            continue
         is_first = first_dim == placement.dim
         blocks = op.blocks if op.blocks_of_first is None or not is_first else op.blocks_of_first
         divides = operand_shape[first_dim] % blocks == result_shape[new_dims[0]] % blocks == 0
@@ -414,6 +427,8 @@ def _slice(op: Op) -> Strategy | None:
         return by_dim_rules
     if not is_small_slice(op.equation):
         return _rearrange(op)
+    if isinstance(placement, Shard) and placement.outer_axes:
+        return None
     is_state = isinstance(placement, Shard) and placement.is_state
     return Strategy((placement,), (SUM,), None if is_state else (REPLICATE,))
 

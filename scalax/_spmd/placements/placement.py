@@ -19,10 +19,18 @@ class Shard(NamedTuple):
         dim: the dimension.
         is_state: whether the value is state (a weight, its gradient or its moments), as opposed to examples.
             State is gathered where it meets examples.
+        outer_axes: the Auto axes whose blocks of the dimension contain these blocks, from major to minor.
+            With ``P(('tp', 'fsdp'))``, a device has a block, over ``fsdp``, of a block over ``tp``. The local
+            shard consists of one such block for each block over ``tp``, and is sharded over ``tp``.
     """
 
     dim: int
     is_state: bool = False
+    outer_axes: tuple[str, ...] = ()
+
+    def at(self, dim: int) -> Shard:
+        """Returns the same shard of another dimension."""
+        return self._replace(dim=dim)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +63,12 @@ def shards_examples(placement: Placement) -> TypeGuard[Shard]:
 
 def without_state_mark(placement: Placement) -> Placement:
     """Returns a placement whose shard is not marked as state."""
-    return Shard(placement.dim) if isinstance(placement, Shard) and placement.is_state else placement
+    return placement._replace(is_state=False) if isinstance(placement, Shard) else placement
+
+
+def without_outer_axes(placement: Placement) -> Placement:
+    """Returns a placement whose shard is not a part of a shard over Auto axes."""
+    return placement._replace(outer_axes=()) if isinstance(placement, Shard) else placement
 
 
 def shard_counts(placements: Placements, sizes: Sequence[int], rank: int) -> list[int]:
@@ -111,7 +124,7 @@ def remap_dims(placements: Placements, dims: dict[int, int]) -> Placements | Non
         if isinstance(placement, Shard):
             if placement.dim not in dims:
                 return None
-            placement = placement._replace(dim=dims[placement.dim])
+            placement = placement.at(dims[placement.dim])
         result.append(placement)
     return tuple(result)
 
@@ -127,7 +140,7 @@ def join(first: Placement, second: Placement) -> Placement:
     if isinstance(first, Replicate):
         return second
     if isinstance(first, Shard) and isinstance(second, Shard):
-        return Shard(first.dim, first.is_state and second.is_state)
+        return first._replace(is_state=first.is_state and second.is_state)
     return first if isinstance(first, Shard) else second if isinstance(second, Shard) else REPLICATE
 
 
@@ -144,6 +157,8 @@ class RedistributeOp(NamedTuple):
         dim: the dimension that is gathered, scattered or sliced.
         other_dim: for an `all_to_all`, the dimension that is split.
         reduce_op: for an `all_reduce` or a `reduce_scatter`, the reduction.
+        outer_axes: the `outer_axes` of the shards of *dim*.
+        other_outer_axes: for an `all_to_all`, the `outer_axes` of the shards of *other_dim*.
     """
 
     kind: Kind
@@ -151,6 +166,8 @@ class RedistributeOp(NamedTuple):
     dim: int = 0
     other_dim: int = 0
     reduce_op: ReduceOp = 'sum'
+    outer_axes: tuple[str, ...] = ()
+    other_outer_axes: tuple[str, ...] = ()
 
 
 def redistribute(source: Placements, target: Placements) -> list[RedistributeOp]:
@@ -181,8 +198,22 @@ def _redistributed(source: Placements, target: Placements) -> Sequence[Redistrib
         return ops
     if len({(source[i], target[i]) for i in changing}) == 1 and _own_their_dims(source, target, changing):
         source_placement, target_placement = source[changing[0]], target[changing[0]]
-        if isinstance(source_placement, Shard) and isinstance(target_placement, Shard):
-            return [RedistributeOp('all_to_all', tuple(changing), source_placement.dim, target_placement.dim)]
+        if (
+            isinstance(source_placement, Shard)
+            and isinstance(target_placement, Shard)
+            and source_placement.dim != target_placement.dim
+            and {*source_placement.outer_axes}.isdisjoint(target_placement.outer_axes)
+        ):
+            return [
+                RedistributeOp(
+                    'all_to_all',
+                    tuple(changing),
+                    source_placement.dim,
+                    target_placement.dim,
+                    outer_axes=source_placement.outer_axes,
+                    other_outer_axes=target_placement.outer_axes,
+                )
+            ]
     # Gather, from the minor axis to the major one.
     changing_dims = {dim for i in changing for dim in _dims(source[i], target[i])}
     first_axis = min(changing)
@@ -193,7 +224,7 @@ def _redistributed(source: Placements, target: Placements) -> Sequence[Redistrib
         and (i in changing or (i > first_axis and source_placement.dim in changing_dims))
     ]
     for i in reversed(gathered):
-        _append(ops, RedistributeOp('all_gather', (i,), _dim(current[i])))
+        _append(ops, RedistributeOp('all_gather', (i,), _dim(current[i]), outer_axes=_outer_axes(current[i])))
         current[i] = REPLICATE
     # Scatter sums, from the major axis to the minor one.
     for i, target_placement in enumerate(target):
@@ -211,7 +242,11 @@ def _redistributed(source: Placements, target: Placements) -> Sequence[Redistrib
                 _append(
                     ops,
                     RedistributeOp(
-                        'reduce_scatter', (i,), target_placement.dim, 0, source_placement.reduce_op
+                        'reduce_scatter',
+                        (i,),
+                        target_placement.dim,
+                        reduce_op=source_placement.reduce_op,
+                        outer_axes=target_placement.outer_axes,
                     ),
                 )
                 current[i] = target_placement
@@ -222,7 +257,10 @@ def _redistributed(source: Placements, target: Placements) -> Sequence[Redistrib
             current[i] = REPLICATE
     for i, target_placement in enumerate(target):
         if isinstance(current[i], Replicate) and isinstance(target_placement, Shard):
-            _append(ops, RedistributeOp('slice', (i,), target_placement.dim))
+            _append(
+                ops,
+                RedistributeOp('slice', (i,), target_placement.dim, outer_axes=target_placement.outer_axes),
+            )
         elif isinstance(current[i], Replicate) and isinstance(target_placement, Partial):
             _append(ops, RedistributeOp('mask', (i,), 0, 0, target_placement.reduce_op))
     return ops
@@ -239,13 +277,17 @@ def _append(ops: list[RedistributeOp], op: RedistributeOp) -> None:
 def same_blocks(first: Placement, second: Placement) -> bool:
     """Returns whether devices hold the same elements in two placements."""
     if isinstance(first, Shard) and isinstance(second, Shard):
-        return first.dim == second.dim
+        return first.dim == second.dim and first.outer_axes == second.outer_axes
     return first == second
 
 
 def _dim(placement: Placement) -> int:
     assert isinstance(placement, Shard)
     return placement.dim
+
+
+def _outer_axes(placement: Placement) -> tuple[str, ...]:
+    return placement.outer_axes if isinstance(placement, Shard) else ()
 
 
 def _dim_or_none(placement: Placement) -> int | None:

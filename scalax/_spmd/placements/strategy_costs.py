@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from scalax._jax.equations import operation_key
@@ -28,6 +28,7 @@ from scalax._spmd.placements.placement import (
     Replicate,
     Shard,
     same_blocks,
+    without_state_mark,
 )
 from scalax._spmd.values import Value, without_state
 
@@ -141,7 +142,7 @@ class _AxisChoice:
             if isinstance(placement, Shard):
                 may_return = placement.is_state or name == 'gather'
                 may_return = may_return and isinstance(self._usual.results[0], Shard)
-                candidate = self._strategy_for({i: placement.dim}) if may_shard_batch or may_return else None
+                candidate = self._strategy_for({i: placement}) if may_shard_batch or may_return else None
                 if candidate is None:
                     continue
                 if self._shards_matmul_batch(candidate):
@@ -155,13 +156,15 @@ class _AxisChoice:
                 shards_batch = name == 'dot_general' and self._shards_matmul_batch(candidate)
                 yield candidate._replace(results=(target,)), 1 if shards_batch else _MARGIN
 
-    def _strategy_for(self, dims: dict[int, int]) -> Strategy | None:
-        """Returns the strategy with some operands sharded, given as operand -> dimension."""
-        placements = tuple([Shard(dims[i]) if i in dims else REPLICATE for i in range(len(self._placements))])
+    def _strategy_for(self, shards: Mapping[int, Shard]) -> Strategy | None:
+        """Returns the strategy with some operands sharded, given by their indices."""
+        placements = tuple(
+            [without_state_mark(shards.get(i, REPLICATE)) for i in range(len(self._placements))]
+        )
         if (
             primitive_name(self._equation) not in _CONTRACTIONS
-            and 0 in dims
-            and is_indexed(self._equation, dims[0])
+            and 0 in shards
+            and is_indexed(self._equation, shards[0].dim)
         ):
             return Strategy(placements, (SUM,))
         zeros = tuple([value.is_zero for value in self._values])
@@ -172,11 +175,12 @@ class _AxisChoice:
         if name == 'scatter-add' and is_indexed(self._equation, target.dim):
             if not self._values[0].is_zero:
                 return None
-            return Strategy((Shard(target.dim), REPLICATE, REPLICATE), (target,))
+            return Strategy((without_state_mark(target), REPLICATE, REPLICATE), (target,))
         dims = dim_rule(self._equation)
         if dims is UNKNOWN:
             return None
-        candidate = self._strategy_for(dict(dims.results[0][target.dim]))
+        shards = {i: target.at(dim) for i, dim in dims.results[0][target.dim]}
+        candidate = self._strategy_for(shards)
         is_target = candidate is not None and same_blocks(candidate.results[0], target)
         return candidate if is_target else None
 
@@ -261,7 +265,8 @@ class _AxisChoice:
         if same_blocks(source, target) or isinstance(source, Replicate):
             return 0
         if isinstance(source, Shard):
-            return size / self._axis_size if isinstance(target, Shard) else size
+            is_exchanged = isinstance(target, Shard) and source.dim != target.dim
+            return size / self._axis_size if is_exchanged else size
         return size if isinstance(target, Shard) else 2 * size
 
 

@@ -12,6 +12,7 @@ from scalax._jax.manual_axes import is_noop_reshard
 from scalax._jax.primitives import primitive_name
 from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.placements.auto_shardings import auto_spec
+from scalax._spmd.placements.axis_orders import with_outer_axes
 from scalax._spmd.placements.layouts import state_placement
 from scalax._spmd.placements.placement import REPLICATE, Placement, Placements, Shard, shard_counts
 from scalax._spmd.values import CannotPartition, Value, is_replicated
@@ -79,6 +80,10 @@ def placements_of_sharding(
     batch_placements = editor.context.batch_dims.placements(value.var, editor.context.replicated)
     if value.origin is not None and is_replicated(batch_placements):  # state, possibly replicated before
         placements = tuple(map(state_placement, placements))
+    if (value.is_state or value.has_sum) and not editor.context.pipelines:
+        placements = with_outer_axes(
+            placements, sharding.spec, editor.context.mesh_axes, editor.context.auto.sizes
+        )
     i = editor.context.microbatch_axis  # a pipelined layer runs on one microbatch
     return placements if i is None else (*placements[:i], value.placements[i], *placements[i + 1 :])
 
