@@ -21,6 +21,7 @@ from scalax._spmd.editor import EditorBase
 from scalax._spmd.placements.auto_shardings import NO_AXES, AutoDims
 from scalax._spmd.placements.collectives import RESULT, SENDING_KINDS, What
 from scalax._spmd.placements.expert_moves import feature_split
+from scalax._spmd.placements.op_rules import bytes_of
 from scalax._spmd.placements.placement import (
     REPLICATE,
     SUM,
@@ -31,6 +32,7 @@ from scalax._spmd.placements.placement import (
     local_shape,
     redistribute,
 )
+from scalax._spmd.placements.reduction_costs import ReductionCosts
 from scalax._spmd.placements.state_casts import is_gathered_as_operands
 from scalax._spmd.values import (
     CannotPartition,
@@ -337,8 +339,30 @@ class JaxprEditor(EditorBase):
     def reduce_shared_sums(self, values: Sequence[Value], equation: Any) -> None:
         """Reduces partial sums that are used more than once, so that one reduction serves all uses."""
         for value in values:
-            if value.has_sum and self.uses.count(value.var) > 1 and not self._is_contracted(value):
+            if not value.has_sum or self.uses.count(value.var) == 1:
+                continue
+            if not (self._is_contracted(value) or self._reduces_results(value)):
                 self.reduce(value, equation)
+
+    def may_reduce_later(self, equation: Any, values: Sequence[Value]) -> bool:
+        """Returns whether it is cheaper to reduce what is computed from the result than partial operands."""
+        sums = [value for value in values if value.has_sum]
+        if not sums or self.context.microbatch_axis is not None:
+            return False
+        [result, *others] = equation.outvars
+        operand_bytes, cost = sum(bytes_of(value.var) for value in sums), self.reduction_costs.of(result)
+        return not others and cost < bytes_of(result) and (cost <= operand_bytes or not operand_bytes)
+
+    def _reduces_results(self, value: Value) -> bool:
+        """Whether it is cheaper to reduce what is computed from a partial sum than the sum itself."""
+        if self.context.microbatch_axis is not None:
+            return False
+        return self.reduction_costs.of_results(value.var) < bytes_of(value.var)
+
+    @functools.cached_property
+    def reduction_costs(self) -> ReductionCosts:
+        """The bytes of reducing partial sums, or what is computed from them."""
+        return ReductionCosts(self.jaxpr, self.context.depends_on_examples)
 
     def _is_contracted(self, value: Value) -> bool:
         """Whether all uses of a partial sum are matmuls with smaller results, which are then reduced instead.

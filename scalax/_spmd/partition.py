@@ -51,7 +51,15 @@ from scalax._spmd.operations.user_shard_maps import partition_shard_map
 from scalax._spmd.placements.auto_shardings import AutoShardings
 from scalax._spmd.placements.layouts import Layout
 from scalax._spmd.placements.op_rules import POINTWISE, Op, Strategy, is_zero
-from scalax._spmd.placements.placement import REPLICATE, Partial, Placements, Shard, shard_counts
+from scalax._spmd.placements.placement import (
+    REPLICATE,
+    SUM,
+    Partial,
+    Placement,
+    Placements,
+    Shard,
+    shard_counts,
+)
 from scalax._spmd.placements.repeated_casts import CAST_PRIMITIVES, alias_repeated_cast
 from scalax._spmd.placements.state_casts import NARROW, SAME_STATE
 from scalax._spmd.placements.strategy_costs import cheapest
@@ -412,7 +420,11 @@ class _JaxprPartitioner(JaxprEditor):
     def _rule_strategies(self, equation: Any, values: Sequence[Value]) -> list[Strategy | None]:
         zeros, blocks = tuple([value.is_zero for value in values]), self.context.blocks
         layout = self.context.reduction_layouts.of(equation.outvars[0]) if equation.outvars else None
-        targets = [None] * len(self.context.axes) if layout is None else layout.placements
+        targets: Sequence[Placement | None] = [None] * len(self.context.axes)
+        if layout is not None:
+            targets = layout.placements
+        if self.may_reduce_later(equation, values):
+            targets = [SUM] * len(self.context.axes)
         is_update = self.context.is_update(equation, values)
         along_axes = zip(*[value.placements for value in values], strict=True)
         return [

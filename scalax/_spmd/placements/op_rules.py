@@ -8,7 +8,7 @@ primitives share the rule `by_dims`, which uses the dimension rules of `scalax._
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -142,22 +142,14 @@ def _linear(name: str, op: Op) -> Strategy | None:
     is_larger = sum(map(bytes_of, results)) > sum(bytes_of(op.equation.invars[i]) for i in partial_operands)
     if is_larger and op.target != SUM and not op.is_microbatched:
         return None
-    operands = list(op.placements)
-    if name in _ADDITIVE:
-        terms = {*range(len(operands))[_ADDITIVE[name]]}
-        # A replicated term is added once to a sum over microbatches.
-        added_once = {i for i in terms if op.is_microbatched and isinstance(op.placements[i], Replicate)}
-        if not partial_operands <= terms or not all(
-            i in partial_operands or i in added_once or op.zeros[i] for i in terms
-        ):
-            return None
-        operands = [SUM if i in terms else x for i, x in enumerate(operands)]
-    elif not (
-        partial_operands == {0}
-        if name in _LINEAR_IN_FIRST
-        else name in _BILINEAR and len(partial_operands) == 1
-    ):
+    operands, added_once = list(op.placements), set[int]()
+    if op.is_microbatched:  # a replicated term is added once to a sum over microbatches
+        added_once = {i for i, x in enumerate(operands) if isinstance(x, Replicate)}
+    zeros = [zero or i in added_once for i, zero in enumerate(op.zeros)]
+    if not _is_linear_in(name, partial_operands, zeros):
         return None
+    if name in _ADDITIVE:
+        operands[_ADDITIVE[name]] = [SUM] * len(operands[_ADDITIVE[name]])
     if name == 'dot_general' and 2 * sum(map(bytes_of, results)) <= sum(
         bytes_of(op.equation.invars[i]) for i in partial_operands
     ):
@@ -166,6 +158,28 @@ def _linear(name: str, op: Op) -> Strategy | None:
     if any(isinstance(x, Shard) for x in operands):
         return None
     return Strategy(tuple(operands), (SUM,) * len(results))
+
+
+def _is_linear_in(name: str, partial_operands: Collection[int], zeros: Sequence[bool]) -> bool:
+    """Whether an operation is linear in its partial operands, given which operands are zero."""
+    if name in _ADDITIVE:
+        terms = range(len(zeros))[_ADDITIVE[name]]
+        return {*partial_operands} <= {*terms} and all(i in partial_operands or zeros[i] for i in terms)
+    if name in _LINEAR_IN_FIRST:
+        return {*partial_operands} == {0}
+    return name in _BILINEAR and len(partial_operands) == 1
+
+
+def is_linear_in(equation: Any, partial_operands: Collection[int], zeros: Sequence[bool]) -> bool:
+    """Returns whether an equation can be applied to the terms of its partial operands.
+
+    Args:
+        equation: the equation.
+        partial_operands: the indices of the partial operands.
+        zeros: which operands are zero.
+    """
+    name = primitive_name(equation)
+    return _is_linear_in(name, partial_operands, zeros) and _is_exact(name, Op(equation, (), 1, ()))
 
 
 def _is_exact(name: str, op: Op) -> bool:

@@ -275,22 +275,12 @@ def test_values_of_state_space_layers():
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason='gradients of the powers of the decay are summed over examples one by one',
-)
 def test_state_space_layers_move_their_weights():
     assert moved_bytes(STATE_SPACE.plan(HELPER)) <= STATE_SPACE.training_bytes
 
 
 @pytest.mark.slow
 @tpu_compiler.newest
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason='gradients of the powers of the decay are summed over examples one by one',
-)
 def test_state_space_layers_for_tpus_move_what_a_shard_map_moves():
     pod = MeshShardingHelper.from_topology('v5e:2x4', [-1], ['fsdp'])
 
