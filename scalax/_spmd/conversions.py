@@ -32,7 +32,7 @@ from scalax._spmd.placements.placement import (
     local_shape,
     redistribute,
 )
-from scalax._spmd.placements.reduction_costs import ReductionCosts
+from scalax._spmd.placements.reduction_costs import ReductionCosts, is_wider_cast
 from scalax._spmd.placements.state_casts import is_gathered_as_operands
 from scalax._spmd.values import (
     CannotPartition,
@@ -347,7 +347,7 @@ class JaxprEditor(EditorBase):
     def may_reduce_later(self, equation: Any, values: Sequence[Value]) -> bool:
         """Returns whether it is cheaper to reduce what is computed from the result than partial operands."""
         sums = [value for value in values if value.has_sum]
-        if not sums or self.context.microbatch_axis is not None:
+        if not sums or self.context.microbatch_axis is not None or is_wider_cast(equation):
             return False
         [result, *others] = equation.outvars
         operand_bytes, cost = sum(bytes_of(value.var) for value in sums), self.reduction_costs.of(result)

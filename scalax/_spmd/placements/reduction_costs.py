@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from scalax._jax.equations import Literal, open_jaxpr
+from scalax._jax.primitives import primitive_name
 from scalax._spmd.placements.op_rules import bytes_of, is_linear_in, is_zero
 
 
@@ -58,8 +59,21 @@ class ReductionCosts:
 
     def _linear_operands(self, equation: Any) -> Sequence[int]:
         """Returns the operands that may be partial sums if the results are; empty if none may."""
+        if is_wider_cast(equation):
+            return ()
         terms = [i for i, x in enumerate(equation.invars) if not self._is_zero(x)]
         terms = [i for i in terms if not isinstance(equation.invars[i], Literal)]
         terms = [i for i in terms if self._depends_on_examples(equation.invars[i])]
         zeros = [*map(self._is_zero, equation.invars)]
         return terms if is_linear_in(equation, terms, zeros) else ()
+
+
+def is_wider_cast(equation: Any) -> bool:
+    """Returns whether an equation casts to a wider dtype.
+
+    A gradient is reduced in the dtype in which the backward pass computes it.
+    """
+    if primitive_name(equation) != 'convert_element_type':
+        return False
+    [operand], [result] = equation.invars, equation.outvars
+    return bytes_of(result) > bytes_of(operand)
