@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scalax._jax.equations import Literal, open_jaxpr
+import jax
+
+from scalax._jax.equations import Literal, open_jaxpr, shape_of
 from scalax._jax.primitives import primitive_name
 from scalax._spmd.placements.op_rules import bytes_of, is_linear_in, is_zero
 
@@ -55,7 +57,10 @@ class ReductionCosts:
             self._later[id(atom)] = self._later.get(id(atom), 0) + cost
 
     def _is_zero(self, atom: Any) -> bool:
-        return bool(atom.val == 0) if isinstance(atom, Literal) else id(atom) in self._zeros
+        if not isinstance(atom, Literal):
+            return id(atom) in self._zeros
+        # The gradient of an integer (float0) has no values.
+        return not shape_of(atom) and atom.aval.dtype != jax.dtypes.float0 and bool(atom.val == 0)
 
     def _linear_operands(self, equation: Any) -> Sequence[int]:
         """Returns the operands that may be partial sums if the results are; empty if none may."""
