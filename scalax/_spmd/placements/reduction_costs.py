@@ -60,7 +60,8 @@ class ReductionCosts:
         if not isinstance(atom, Literal):
             return id(atom) in self._zeros
         # The gradient of an integer (float0) has no values.
-        return not shape_of(atom) and atom.aval.dtype != jax.dtypes.float0 and bool(atom.val == 0)
+        dtype: Any = getattr(atom.aval, 'dtype', None)
+        return not shape_of(atom) and dtype != jax.dtypes.float0 and bool(atom.val == 0)
 
     def _linear_operands(self, equation: Any) -> Sequence[int]:
         """Returns the operands that may be partial sums if the results are; empty if none may."""
