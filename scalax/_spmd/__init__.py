@@ -27,7 +27,8 @@ Decisions:
   apart. Where bytes decide which of the two moves, one function compares them.
 - A sum over examples stays `Partial` through linear operations. It is reduced to the layout in which the
   state is stored (`placements.reduction_layouts`) before it grows, is used twice, or meets a nonlinear
-  operation.
+  operation. It may grow, or be used twice, if its terms come together again in a smaller sum
+  (`placements.reduction_costs`).
 - A replicated value is computed once per device, and each device takes its part where it meets examples.
 - An operation without a rule that mixes examples gathers its operands, and the report names its line.
 
