@@ -344,8 +344,15 @@ class JaxprEditor(EditorBase):
             if not (self._is_contracted(value) or self._reduces_results(value)):
                 self.reduce(value, equation)
 
-    def may_reduce_later(self, equation: Any, values: Sequence[Value]) -> bool:
-        """Returns whether it is cheaper to reduce what is computed from the result than partial operands."""
+    def result_targets(self, equation: Any, values: Sequence[Value]) -> Sequence[Placement | None]:
+        """Returns the placements to which the first result is reduced; None where that is not known."""
+        if self._may_reduce_later(equation, values):
+            return [SUM] * len(self.context.axes)
+        layout = self.context.reduction_layouts.of(equation.outvars[0]) if equation.outvars else None
+        return [None] * len(self.context.axes) if layout is None else layout.placements
+
+    def _may_reduce_later(self, equation: Any, values: Sequence[Value]) -> bool:
+        """Whether it is cheaper to reduce what is computed from the result than partial operands."""
         sums = [value for value in values if value.has_sum]
         if not sums or self.context.microbatch_axis is not None or is_wider_cast(equation):
             return False

@@ -53,9 +53,7 @@ from scalax._spmd.placements.layouts import Layout
 from scalax._spmd.placements.op_rules import POINTWISE, Op, Strategy, is_zero
 from scalax._spmd.placements.placement import (
     REPLICATE,
-    SUM,
     Partial,
-    Placement,
     Placements,
     Shard,
     shard_counts,
@@ -419,12 +417,7 @@ class _JaxprPartitioner(JaxprEditor):
 
     def _rule_strategies(self, equation: Any, values: Sequence[Value]) -> list[Strategy | None]:
         zeros, blocks = tuple([value.is_zero for value in values]), self.context.blocks
-        layout = self.context.reduction_layouts.of(equation.outvars[0]) if equation.outvars else None
-        targets: Sequence[Placement | None] = [None] * len(self.context.axes)
-        if layout is not None:
-            targets = layout.placements
-        if self.may_reduce_later(equation, values):
-            targets = [SUM] * len(self.context.axes)
+        targets = self.result_targets(equation, values)
         is_update = self.context.is_update(equation, values)
         along_axes = zip(*[value.placements for value in values], strict=True)
         return [
