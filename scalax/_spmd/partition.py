@@ -51,13 +51,7 @@ from scalax._spmd.operations.user_shard_maps import partition_shard_map
 from scalax._spmd.placements.auto_shardings import AutoShardings
 from scalax._spmd.placements.layouts import Layout
 from scalax._spmd.placements.op_rules import POINTWISE, Op, Strategy, is_zero
-from scalax._spmd.placements.placement import (
-    REPLICATE,
-    Partial,
-    Placements,
-    Shard,
-    shard_counts,
-)
+from scalax._spmd.placements.placement import REPLICATE, Partial, Placements, Shard, shard_counts
 from scalax._spmd.placements.repeated_casts import CAST_PRIMITIVES, alias_repeated_cast
 from scalax._spmd.placements.state_casts import NARROW, SAME_STATE
 from scalax._spmd.placements.strategy_costs import cheapest
