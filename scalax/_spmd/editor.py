@@ -61,6 +61,8 @@ class EditorBase:
         local_group_sizes: the sizes of each device's groups, by the id of the grouped matmul.
         result_specs: the specs along the Auto axes to which results are constrained, by equation id.
         unmerged: results of kernels with merged dimensions apart, by the id of the merged variable.
+        feature_dims: for equations around features that devices shard, by equation id and axis, the sharded
+            dimension of each operand that has one; None for other matmuls.
         reordered_stacks: stacks of layers in the order of a pipeline's stages, by variable id.
     """
 
@@ -84,6 +86,7 @@ class EditorBase:
         self.local_group_sizes: dict[int, Any] = {}
         self._bytes_gathered = 0
         self._last_use: dict[int, int] = {}  # id of gathered state -> bytes gathered before
+        self.feature_dims: dict[tuple[int, int], dict[int, int] | None] = {}
         self.reordered_stacks: dict[Any, Any] = {}
         self.result_specs: dict[int, PartitionSpec] = {}
         self.unmerged: dict[int, Any] = {}
@@ -118,6 +121,10 @@ class EditorBase:
     def producer_of(self, value: Value) -> Any:
         """Returns the equation that computes a value. Conversions of the value get its line."""
         return self._producers.get(id(value.var), self.last_equation)
+
+    def equation_of(self, var: Any) -> Any:
+        """Returns the equation that computes a variable; None for arguments and constants."""
+        return self._producers.get(id(var))
 
     @functools.cached_property
     def _producers(self) -> dict[int, Any]:

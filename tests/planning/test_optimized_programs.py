@@ -130,10 +130,18 @@ def test_between_slices_and_inside() -> None:
 WEIGHTS = [('up', 'forward'), ('up', 'recomputed'), ('down', 'forward'), ('down', 'backward')]
 
 
+def _counts(name: str, axes: tuple[str, ...]) -> collections.Counter[tuple[str, str]]:
+    """How often the collectives along axes run, by reason and phase."""
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    for row in rows_of(name):
+        if row.axes == axes and row.bytes > 2**10 and row.cause != 'padding':
+            counts[row.reason, row.phase] += row.count
+    return counts
+
+
 @pytest.mark.parametrize(
     ('name', 'axes'),
     [
-        ('fsdp v5e', [('fsdp', 'tp')]),
         ('fsdp_tp v6e', [('fsdp',)]),
         ('fsdp_tp v5p', [('fsdp',)]),
         ('fsdp two slices', [('data',), ('fsdp',)]),
@@ -145,14 +153,20 @@ def test_reasons_of_collectives(name: str, axes: list[tuple[str, ...]]) -> None:
     Inside fusions, the collectives have no names, or those of matmuls.
     """
     for along in axes:
-        counts: collections.Counter[tuple[str, str]] = collections.Counter()
-        for row in rows_of(name):
-            if row.axes == along and row.bytes > 2**10 and row.cause != 'padding':
-                counts[row.reason, row.phase] += row.count
-        assert counts == {
+        assert _counts(name, along) == {
             **{(f'weight params/{leaf} for dot_general', phase): 8 for leaf, phase in WEIGHTS},
             **{(f'gradient of params/{leaf}', 'backward'): 8 for leaf in ('up', 'down')},
         }
+
+
+def test_reasons_of_collectives_where_examples_move() -> None:
+    """The examples are as large as a weight: the backward pass gathers them, and reduces no gradient."""
+    assert _counts('fsdp v5e', ('fsdp', 'tp')) == {
+        **{(f'weight params/{leaf} for dot_general', 'forward'): 8 for leaf in ('up', 'down')},
+        ('examples gathered to meet blocks of params/up', 'recomputed'): 8,
+        ('examples gathered to meet blocks of params/down', 'backward'): 8,
+        ('examples moved to meet blocks of params/up', 'backward'): 8,
+    }
 
 
 def test_a_wrong_join_is_noticed() -> None:

@@ -20,6 +20,7 @@ from scalax._jax.equations import (
     loop_of,
     open_jaxpr,
     shape_of,
+    size_of,
 )
 from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.carry_accumulation import carry_reductions
@@ -145,7 +146,9 @@ class ReductionLayouts:
             groups = [(old_dims[0], new_dims[0]) for old_dims, new_dims in reshape_groups(equation)]
             pairs = {new: before for before, new in groups if result_shape[new] == operand_shape[before]}
             return [remap_layout(layout, pairs)]
-        if name not in _PRESERVES_LAYOUT:
+        # JAX writes the gradient of a broadcast with sums over dimensions of size 1.
+        removes_ones = name == 'reduce_sum' and size_of(equation.invars[0]) == size_of(equation.outvars[0])
+        if name not in _PRESERVES_LAYOUT and not removes_ones:
             return ()
         if name == 'optimization_barrier':
             return results

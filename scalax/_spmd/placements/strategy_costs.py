@@ -3,7 +3,8 @@
 By default, state is gathered where it meets examples. If the examples are smaller, they move to the shards of
 the state instead: to the rows of a large embedding table, to the experts that tokens select, to the weight of
 a matmul with few examples (a weight-stationary layout), or to the kernel of a convolution with many features.
-This is the only place where bytes decide. Both ways use the same links.
+Bytes only decide here and in `feature_regions`, which compares all matmuls of a layer. Both ways use the same
+links.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.dim_rules import UNKNOWN, dim_rule
 from scalax._spmd.conversions import JaxprEditor
 from scalax._spmd.operations.embedding_tables import is_indexed
+from scalax._spmd.placements.feature_regions import feature_strategy
 from scalax._spmd.placements.op_rules import Op, Strategy, bytes_of
 from scalax._spmd.placements.placement import (
     REPLICATE,
@@ -54,19 +56,19 @@ def cheapest(
     """
     if editor.context.microbatch_axis is not None:  # a microbatch is split into the same blocks in all layers
         return [*usual]
-    if primitive_name(equation) not in _CONSIDERED or any(value.has_sum for value in values):
-        return [*usual]
+    axes = range(len(usual))
+    regional = [feature_strategy(editor, equation, values, axis) for axis in axes]
+    if all(regional) or primitive_name(equation) not in _CONSIDERED or any(value.has_sum for value in values):
+        return [strategy or usual[axis] for axis, strategy in enumerate(regional)]
     target = _result_target(editor, equation, usual)
     operands = tuple([(x.placements, x.is_zero, editor.trip_count_of(x), (*x.versions,)) for x in values])
     is_backward = any(x.is_state for x in values) and editor.is_backward(equation)
     key = 'cheapest', operation_key(equation), operands, is_backward, target, (*usual,)
-    return editor.context.repeated(
+    best = editor.context.repeated(
         key,
-        lambda: [
-            _AxisChoice(editor, equation, values, usual, target, axis).cheapest()
-            for axis in range(len(usual))
-        ],
+        lambda: [_AxisChoice(editor, equation, values, usual, target, axis).cheapest() for axis in axes],
     )
+    return [strategy or best[axis] for axis, strategy in enumerate(regional)]
 
 
 def _result_target(editor: JaxprEditor, equation: Any, usual: Sequence[Strategy]) -> Placements:
