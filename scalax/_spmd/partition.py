@@ -36,7 +36,7 @@ from scalax._spmd.loops.scans import partition_scan
 from scalax._spmd.loops.while_loops import partition_while
 from scalax._spmd.operations.callbacks import CALLBACKS, inspect_placements, partition_callback
 from scalax._spmd.operations.custom_partitioning import partition_custom
-from scalax._spmd.operations.elementwise import write_pointwise
+from scalax._spmd.operations.elementwise import operand_placements, write_pointwise
 from scalax._spmd.operations.embedding_tables import is_indexed, local_lookup
 from scalax._spmd.operations.local_sorts import (
     local_group_operands,
@@ -413,7 +413,7 @@ class _JaxprPartitioner(JaxprEditor):
         zeros, blocks = tuple([value.is_zero for value in values]), self.context.blocks
         targets = self.result_targets(equation, values)
         is_update = self.context.is_update(equation, values)
-        along_axes = zip(*self._operand_placements(equation, values), strict=True)
+        along_axes = zip(*operand_placements(equation, values, self.context.replicated), strict=True)
         return [
             self.context.strategy(
                 Op(
@@ -425,22 +425,6 @@ class _JaxprPartitioner(JaxprEditor):
                 zip(along_axes, self._shard_counts_of(values[0]), targets, strict=True)
             )
         ]
-
-    def _operand_placements(self, equation: Any, values: Sequence[Value]) -> Sequence[Placements]:
-        """Returns the placements of the operands of an equation.
-
-        Of an elementwise equation, operands of which devices compute any block alone count as replicated.
-        """
-        if primitive_name(equation) in POINTWISE:
-            fixed = {value.placements for value in values if value.producer is None and value.has_examples}
-            if len(fixed) == 1:
-                return [
-                    value.placements
-                    if value.producer is None or value.placements in fixed
-                    else self.context.replicated
-                    for value in values
-                ]
-        return [value.placements for value in values]
 
     def _shard_counts_of(self, value: Value) -> Sequence[int | None]:
         """Returns, for each axis, the shard count over all axes of the dimension that it shards.

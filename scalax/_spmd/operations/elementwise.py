@@ -5,12 +5,17 @@ Most equations of a step are of this kind. The general rules (`op_rules`) give t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from scalax._jax.equations import Literal, shape_of
+from scalax._jax.primitives import primitive_name
 from scalax._spmd.conversions import JaxprEditor
+from scalax._spmd.placements.op_rules import POINTWISE
+from scalax._spmd.placements.placement import Placements
 from scalax._spmd.placements.repeated_casts import CAST_PRIMITIVES
 from scalax._spmd.placements.state_casts import NARROW, SAME_STATE
+from scalax._spmd.values import Value
 
 
 def write_pointwise(editor: JaxprEditor, name: str, equation: Any) -> bool:
@@ -57,3 +62,20 @@ def write_pointwise(editor: JaxprEditor, name: str, equation: Any) -> bool:
     editor.values[id(var)] = output
     editor.eqns.append(editor.code.localize(equation, atoms, [output.atom]))
     return True
+
+
+def operand_placements(
+    equation: Any, values: Sequence[Value], replicated: Placements
+) -> Sequence[Placements]:
+    """Returns the placements of the operands of an equation.
+
+    Of an elementwise equation, operands of which devices compute any block alone count as replicated.
+    """
+    if primitive_name(equation) in POINTWISE:
+        fixed = {value.placements for value in values if value.producer is None and value.has_examples}
+        if len(fixed) == 1:
+            return [
+                value.placements if value.producer is None or value.placements in fixed else replicated
+                for value in values
+            ]
+    return [value.placements for value in values]
