@@ -33,6 +33,11 @@ def primitive_name(equation: Any) -> str:
     return _name(equation.primitive)
 
 
+def is_foreign(equation: Any) -> bool:
+    """Returns whether the primitive of an equation is another library's. Relies on what `primitive_name` does."""
+    return _jax_primitives(_PALLAS in sys.modules).get(equation.primitive.name) is not equation.primitive
+
+
 @functools.lru_cache(maxsize=4096)
 def _name(primitive: Any) -> str:
     # Pallas is imported late.

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 from jax.sharding import AbstractMesh
 
 from scalax._jax.equations import Literal, operation_key
+from scalax._jax.foreign_primitives import lowering_error
 from scalax._jax.manual_axes import ManualEquations
 from scalax._jax.primitives import primitive_name
 from scalax._jaxpr.batch_dependence import BatchDependence
@@ -23,7 +24,15 @@ from scalax._spmd.placements.layouts import Layout
 from scalax._spmd.placements.op_rules import Op, Strategy, strategy
 from scalax._spmd.placements.placement import Partial, Placements, shards_examples
 from scalax._spmd.placements.reduction_layouts import ReductionLayouts, reduced_placements
-from scalax._spmd.values import Argument, PartitionedJaxpr, ReductionTarget, Value, is_replicated, replicated
+from scalax._spmd.values import (
+    Argument,
+    CannotPartition,
+    PartitionedJaxpr,
+    ReductionTarget,
+    Value,
+    is_replicated,
+    replicated,
+)
 
 _T = TypeVar('_T')
 
@@ -97,6 +106,7 @@ class PartitionContext:
                 self.batch_dims.add(source.var, source.dim, axis_indices)
         self.replicated = replicated(len(self.axes))
         self._repeated: dict[Any, Any] = {}
+        self._lowering_errors: dict[int, Exception | None] = {}
         self.is_mixed = any(
             len({*argument.placements}) > 1 for argument in arguments if not argument.is_state
         )
@@ -143,6 +153,16 @@ class PartitionContext:
     def _batch_dependence(self) -> BatchDependence:
         """The values that depend on examples."""
         return BatchDependence(*self._step)
+
+    def require_lowering(self, equation: Any) -> None:
+        """Raises an error if the primitive of another library does not lower inside of `shard_map`."""
+        if id(equation) not in self._lowering_errors:
+            axes = {*self.mesh.axis_names} - {*self.auto.sizes}
+            self._lowering_errors[id(equation)] = lowering_error(equation, self.mesh, axes)
+        if (error := self._lowering_errors[id(equation)]) is not None:
+            summary = f'{type(error).__name__}: {error}'.splitlines()[0]
+            reason = f'{equation.primitive}, of another library, fails in jax.shard_map ({summary})'
+            raise CannotPartition(equation, reason) from None
 
     def strategy(self, op: Op) -> Strategy | None:
         """Returns the strategy of `op_rules.strategy`."""
