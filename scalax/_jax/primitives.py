@@ -34,7 +34,7 @@ def primitive_name(equation: Any) -> str:
 
 
 def is_foreign(equation: Any) -> bool:
-    """Returns whether the primitive of an equation is another library's. Relies on what `primitive_name` does."""
+    """Returns whether the primitive is another library's. Relies on what `primitive_name` relies on."""
     return _jax_primitives(_PALLAS in sys.modules).get(equation.primitive.name) is not equation.primitive
 
 

@@ -24,7 +24,7 @@ from scalax._jax.equations import (
     takes_refs,
 )
 from scalax._jax.manual_axes import params_with_jaxprs, rebuild_jaxpr
-from scalax._jax.primitives import KERNEL, is_foreign, primitive_name
+from scalax._jax.primitives import KERNEL, primitive_name
 from scalax._jax.rewriting import OPS_WITH_SIZES, resized_params, with_results
 from scalax._jaxpr.dim_rules import ELEMENTWISE, RULES, reshape_groups
 from scalax._spmd.batch.replicated_batch_dims import sharded_part
@@ -219,8 +219,7 @@ class _JaxprPartitioner(JaxprEditor):
             raise CannotPartition(equation, reason, 'use jax.random')
         if name in ELEMENTWISE or name == 'broadcast_in_dim':
             self._gather_broadcast_state(equation, values)
-        if name not in RULES and name not in OPAQUE and is_foreign(equation):
-            self.context.require_lowering(equation)
+        self.context.require_lowering(name, equation)
         if all(value.is_replicated for value in values):
             self._replicated_primitive(name, equation, values)
             return
