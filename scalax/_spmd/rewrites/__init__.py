@@ -46,6 +46,8 @@ REWRITES = (
     Rewrite(frozenset(('ragged_dot_general',)), inline_sorts),
 )
 """The rewrites in the order in which they run."""
+# Most equations are elementwise, and few rewrites apply to them.
+_NOT_REWRITTEN = ELEMENTWISE.difference(*[rewrite.primitives for rewrite in REWRITES])
 
 
 def apply_rewrites(jaxpr: Any, facts: StepFacts) -> Any:
@@ -65,16 +67,13 @@ def apply_rewrites(jaxpr: Any, facts: StepFacts) -> Any:
 
 
 def _equations_by_primitive(jaxpr: Any) -> Mapping[str, Sequence[Any]]:
-    """Returns the equations of a jaxpr and of its inner jaxprs, by the names of primitives.
-
-    Leaves out elementwise equations, which are most of them.
-    """
+    """Returns the equations of a jaxpr and of its inner jaxprs to which rewrites may apply, by primitive."""
     equations, pending = dict[str, list[Any]](), [open_jaxpr(jaxpr)]
     seen = {id(pending[0])}
     while pending:
         for equation in pending.pop().eqns:
             name = primitive_name(equation)
-            if name in ELEMENTWISE:
+            if name in _NOT_REWRITTEN:
                 continue
             equations.setdefault(name, []).append(equation)
             for inside in inner_jaxprs(equation):
