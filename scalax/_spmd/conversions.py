@@ -357,12 +357,17 @@ class JaxprEditor(EditorBase):
         if not sums or self.context.microbatch_axis is not None or is_wider_cast(equation):
             return False
         [result, *others] = equation.outvars
+        if self.context.reduction_layouts.is_sharded(
+            result
+        ):  # a gradient takes less memory once it is reduced
+            return False
         operand_bytes, cost = sum(bytes_of(value.var) for value in sums), self.reduction_costs.of(result)
         return not others and cost < bytes_of(result) and (cost <= operand_bytes or not operand_bytes)
 
     def _reduces_results(self, value: Value) -> bool:
         """Whether it is cheaper to reduce what is computed from a partial sum than the sum itself."""
-        if self.context.microbatch_axis is not None:
+        is_sharded = self.context.reduction_layouts.is_sharded(value.var)
+        if is_sharded or self.context.microbatch_axis is not None:
             return False
         return self.reduction_costs.of_results(value.var) < bytes_of(value.var)
 
